@@ -1,0 +1,1 @@
+"""Checkpoints: what loads was verified."""

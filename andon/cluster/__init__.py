@@ -1,0 +1,1 @@
+"""Processes: the coordinator, the workers, and how they are started."""

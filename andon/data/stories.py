@@ -1,0 +1,182 @@
+"""The built-in corpus: a seeded grammar of tiny stories, and the checker that knows its every sentence.
+
+A *plot* is a fixed row of sentences, and each sentence has a few *templates* that say it differently.
+A template is a row of words, some of which are *slots*. A slot of the *cast* (the hero, the companion, a
+toy) is chosen once and keeps its value in the whole story, an *agreeing* slot (he, his) follows from the
+hero, and a *local* slot (the weather, a feeling) is chosen anew wherever it stands. All choices are
+uniform. They are the digits of one large number, the hash of the seed and the index: divide by the number
+of options, and the remainder picks one.
+
+The checker walks the same templates. Every value is one word, and no two templates that could stand in the
+same sentence can say the same words, so a text has at most one derivation. That makes checking linear, and
+makes the entropy of the texts the sum of the entropies of the choices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from hashlib import blake2b
+from math import log
+from typing import NamedTuple
+
+from andon.data import story_words
+from andon.data.story_words import AGREEING, BOYS, CAST, LOCAL
+
+VALUES = CAST | AGREEING | LOCAL
+
+
+class Word(NamedTuple):
+    """One word of a template: its slot ("" for a plain word), and the value behind each way to write it."""
+
+    slot: str
+    values: dict[str, str]
+
+
+class Template(NamedTuple):
+    """One way to say a sentence: its words for the checker, its pattern and slots for the writer."""
+
+    words: tuple[Word, ...]
+    pattern: str
+    slots: tuple[str, ...]
+
+
+class Plot(NamedTuple):
+    """The cast that a plot needs, and the templates of each of its sentences."""
+
+    cast: tuple[str, ...]
+    sentences: tuple[tuple[Template, ...], ...]
+
+
+def compile_word(text: str) -> Word:
+    """A word such as `{hero},` with every value its slot can take."""
+    before, _, rest = text.partition("{")
+    slot, _, after = rest.partition("}")
+    return Word(slot, {before + value + after: value for value in VALUES[slot]} if slot else {text: ""})
+
+
+def compile_template(text: str) -> Template:
+    """A template from its text with slots in braces."""
+    words = tuple(compile_word(word) for word in text.split(" "))
+    return Template(words, re.sub(r"{\w+}", "%s", text), tuple(word.slot for word in words if word.slot))
+
+
+def compile_plot(sentences: story_words.Sentences) -> Plot:
+    """A plot from the texts of its templates, with only the cast that they mention."""
+    compiled = tuple(tuple(compile_template(text) for text in texts) for texts in sentences)
+    mentioned = {slot for templates in compiled for template in templates for slot in template.slots}
+    return Plot(tuple(slot for slot in CAST if slot in mentioned), compiled)
+
+
+PLOTS = tuple(
+    compile_plot(story_words.OPENING + middle + story_words.CLOSING) for middle in story_words.PLOTS.values()
+)
+
+
+def agreeing(hero: str) -> dict[str, str]:
+    """The words that follow from the hero."""
+    return {slot: boy if hero in BOYS else girl for slot, (boy, girl) in AGREEING.items()}
+
+
+def tell(number: int) -> str:
+    """The story whose choices are the digits of a number."""
+    number, choice = divmod(number, len(PLOTS))
+    plot = PLOTS[choice]
+    cast = {}
+    for slot in plot.cast:
+        number, choice = divmod(number, len(CAST[slot]))
+        cast[slot] = CAST[slot][choice]
+    cast |= agreeing(cast["hero"])
+    said = []
+    for templates in plot.sentences:
+        number, choice = divmod(number, len(templates))
+        template = templates[choice]
+        values = []
+        for slot in template.slots:
+            if slot in LOCAL:
+                number, choice = divmod(number, len(LOCAL[slot]))
+                values.append(LOCAL[slot][choice])
+            else:
+                values.append(cast[slot])
+        said.append(template.pattern % tuple(values))
+    return " ".join(said)
+
+
+def story(seed: int, index: int) -> str:
+    """The index-th story of a seed."""
+    digest = blake2b(f"{seed} {index}".encode(), digest_size=32).digest()
+    return tell(int.from_bytes(digest, "little"))
+
+
+def stories(seed: int, count: int) -> Iterator[str]:
+    """The first stories of a seed."""
+    return (story(seed, index) for index in range(count))
+
+
+def match(template: Template, words: list[str]) -> bool:
+    """Whether the words could be this template, whoever the cast is."""
+    return len(words) == len(template.words) and all(
+        word in expected.values for word, expected in zip(words, template.words, strict=True)
+    )
+
+
+def contradiction(template: Template, words: list[str], cast: dict[str, str]) -> str | None:
+    """The first word that contradicts the cast; a member of the cast seen for the first time joins it."""
+    for word, (slot, values) in zip(words, template.words, strict=True):
+        if not slot or slot in LOCAL:
+            continue
+        value = values[word]
+        if cast.setdefault(slot, value) != value:
+            role = "hero" if slot in AGREEING else slot
+            return f"the {role} is {cast[role]} but the story says '{value}'"
+        if slot == "hero":
+            cast |= agreeing(value)
+    return None
+
+
+def compare(plot: Plot, sentences: list[str]) -> tuple[int, str | None]:
+    """How many sentences follow the plot, and what is wrong with the next one, if anything."""
+    cast: dict[str, str] = {}
+    for place, (sentence, templates) in enumerate(zip(sentences, plot.sentences, strict=False)):
+        words = sentence.split(" ")
+        template = next((template for template in templates if match(template, words)), None)
+        if template is None:
+            what = f"sentence {place + 1} does not belong here" if place else "no story opens like this"
+            return place, f"{what}: {sentence[:60]!r}"
+        if reason := contradiction(template, words, cast):
+            return place + 1, f"{reason} in sentence {place + 1}"
+    if len(sentences) < len(plot.sentences):
+        return len(sentences), f"the story stops after sentence {len(sentences)}, before its ending"
+    if len(sentences) > len(plot.sentences):
+        return len(plot.sentences), "the story goes on after its ending"
+    return len(sentences), None
+
+
+def explain(text: str) -> str | None:
+    """Why a text is not a story, judged by the plot that it follows furthest; None if it is one."""
+    sentences = re.split(r"(?<=\.) ", text)
+    verdicts = [compare(plot, sentences) for plot in PLOTS]
+    if any(reason is None for _, reason in verdicts):
+        return None
+    return max(verdicts, key=lambda verdict: verdict[0])[1]
+
+
+def is_valid(text: str) -> bool:
+    """Whether a text is a story of the grammar, to the letter."""
+    return explain(text) is None
+
+
+@cache
+def entropy() -> float:
+    """The exact entropy of one story in nats."""
+    return log(len(PLOTS)) + sum(plot_entropy(plot) for plot in PLOTS) / len(PLOTS)
+
+
+def plot_entropy(plot: Plot) -> float:
+    """The entropy of one story of a plot: its cast, then each sentence's template and local slots."""
+    total = sum(log(len(CAST[slot])) for slot in plot.cast)
+    for templates in plot.sentences:
+        slots = [slot for template in templates for slot in template.slots if slot in LOCAL]
+        total += log(len(templates)) + sum(log(len(LOCAL[slot])) for slot in slots) / len(templates)
+    return total

@@ -1,0 +1,1 @@
+"""Groups: who exchanges, and the transports that carry it."""

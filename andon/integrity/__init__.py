@@ -1,0 +1,1 @@
+"""What stops the line: halts and fingerprints."""

@@ -1,0 +1,1 @@
+"""The model: a Llama-shaped decoder that knows nothing of ranks."""

@@ -1,0 +1,1 @@
+"""Optimizers and learning-rate schedules over flat arenas."""

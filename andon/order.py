@@ -1,0 +1,161 @@
+"""The one order of addition (C-ONE-001).
+
+A step has S *slots*. Their gradients are summed as a binary tree that depends on S alone:
+sum[lo, hi) = sum[lo, mid) + sum[mid, hi), where mid = lo + the largest power of two below hi - lo. A *node*
+is a pair (lo, hi) of that tree. Each rank works on a contiguous range of slots and folds it into the largest
+complete nodes inside the range, keeping them on a *stack* of buffers: the position on the stack is the row
+of the buffer. A *leaf* is one such node as contributed by its rank; whoever reduces adds the leaves in the
+order of `Order.adds`, and gets bitwise what one worker would have got, for every number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Protocol
+
+Node = tuple[int, int]
+
+
+class Addable(Protocol):
+    """Anything that adds in place: a tensor, an array."""
+
+    def add_(self, other: Any, /) -> Any: ...
+
+
+def middle(lo: int, hi: int) -> int:
+    """Where the tree splits [lo, hi): after the largest power of two below its length."""
+    return lo + (1 << (hi - lo - 1).bit_length() - 1)
+
+
+def shares(total: int, world_size: int, grain: int = 1) -> list[int]:
+    """Bounds of contiguous shares, sizes within one grain; share r is [bounds[r], bounds[r + 1])."""
+    grains = -(-total // grain)
+    return [min(total, rank * grains // world_size * grain) for rank in range(world_size)] + [total]
+
+
+def cover(lo: int, hi: int, slots: int) -> list[Node]:
+    """The largest complete nodes of the tree over `slots` that make up [lo, hi), from left to right."""
+
+    def inside(a: int, b: int) -> list[Node]:
+        if b <= lo or hi <= a:
+            return []
+        if lo <= a and b <= hi:
+            return [(a, b)]
+        mid = middle(a, b)
+        return inside(a, mid) + inside(mid, b)
+
+    return inside(0, slots) if lo < hi else []
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What one slot does to the stack: its gradient goes to `row`, then each merge adds row b into row a."""
+
+    slot: int
+    row: int
+    accumulate: bool
+    merges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Who contributes which nodes of a step, and the order in which they are added."""
+
+    slots: int
+    bounds: tuple[int, ...]
+    nodes: tuple[tuple[Node, ...], ...]
+    adds: tuple[tuple[int, int], ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def leaves(self) -> list[tuple[int, int]]:
+        """(rank, row) of each leaf, in the numbering of `adds`."""
+        return [(rank, row) for rank, nodes in enumerate(self.nodes) for row in range(len(nodes))]
+
+    def range_of(self, rank: int) -> range:
+        """The slots of a rank."""
+        return range(self.bounds[rank], self.bounds[rank + 1])
+
+    def folds(self, rank: int) -> list[Fold]:
+        """How a rank folds its slots into its nodes, one by one."""
+        return _folds(self.bounds[rank], self.bounds[rank + 1], self.slots)
+
+    def rows(self, rank: int) -> int:
+        """How many gradient buffers a rank needs while it folds (at least one)."""
+        return 1 + max((fold.row for fold in self.folds(rank)), default=0)
+
+    def add_up(self, leaves: Sequence[Addable]) -> None:
+        """Add the leaves in the one order, in place; the sum ends in the first. The oracle, and the rule."""
+        for into, other in self.adds:
+            leaves[into].add_(leaves[other])
+
+
+@lru_cache(maxsize=1024)
+def plan(slots: int, world_size: int) -> Order:
+    """The order of a step with `slots` slots on `world_size` ranks, each with a contiguous share of them."""
+    if not 1 <= world_size <= slots:
+        raise ValueError(f"{world_size} workers cannot share {slots} slots: each needs at least one")
+    return plan_ranges(slots, tuple(shares(slots, world_size)))
+
+
+@lru_cache(maxsize=1024)
+def plan_ranges(slots: int, bounds: tuple[int, ...]) -> Order:
+    """The order of a step in which rank r works on slots [bounds[r], bounds[r + 1])."""
+    nodes = tuple(tuple(cover(lo, hi, slots)) for lo, hi in pairwise(bounds))
+    leaf_of = {node: leaf for leaf, node in enumerate(node for own in nodes for node in own)}
+    adds: list[tuple[int, int]] = []
+
+    def add(lo: int, hi: int) -> int:
+        if (lo, hi) in leaf_of:
+            return leaf_of[lo, hi]
+        mid = middle(lo, hi)
+        into, other = add(lo, mid), add(mid, hi)
+        adds.append((into, other))
+        return into
+
+    add(0, slots)
+    return Order(slots, bounds, nodes, tuple(adds))
+
+
+def _folds(lo: int, hi: int, slots: int) -> list[Fold]:
+    parent = _parents(slots)
+    stack: list[Node] = []
+    folds = []
+    for slot in range(lo, hi):
+        # A slot whose left sibling lies on top of the stack is added to it by autograd itself.
+        leaf = (slot, slot + 1)
+        accumulate = bool(stack) and parent.get(leaf) == (stack[-1][0], slot + 1) == parent.get(stack[-1])
+        if accumulate:
+            stack[-1] = (stack[-1][0], slot + 1)
+        else:
+            stack.append(leaf)
+        row = len(stack) - 1
+        merges = []
+        while len(stack) > 1 and parent.get(stack[-1]) == (stack[-2][0], stack[-1][1]) == parent.get(
+            stack[-2]
+        ):
+            merges.append((len(stack) - 2, len(stack) - 1))
+            stack[-2:] = [(stack[-2][0], stack[-1][1])]
+        folds.append(Fold(slot, row, accumulate, tuple(merges)))
+    return folds
+
+
+@lru_cache(maxsize=64)
+def _parents(slots: int) -> dict[Node, Node]:
+    parent: dict[Node, Node] = {}
+
+    def visit(lo: int, hi: int) -> None:
+        if hi - lo > 1:
+            mid = middle(lo, hi)
+            for child in ((lo, mid), (mid, hi)):
+                parent[child] = (lo, hi)
+                visit(*child)
+
+    visit(0, slots)
+    return parent

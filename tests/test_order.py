@@ -1,0 +1,101 @@
+"""The order of addition: for every S and W the ranks' nodes add up to the one-worker tree, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from andon.order import Order, cover, middle, plan, plan_ranges, shares
+
+RNG = np.random.default_rng(7)
+VALUES = (RNG.standard_normal(64) * 10.0 ** RNG.integers(-6, 6, 64)).astype(np.float32)
+
+
+class Value:
+    """A float32 that adds in place and remembers the shape of the sum."""
+
+    def __init__(self, value: np.float32) -> None:
+        self.value = value
+
+    def add_(self, other: Value, /) -> None:
+        self.value = np.float32(self.value + other.value)
+
+
+def tree_sum(lo: int, hi: int) -> np.float32:
+    """The definition, as plainly as it can be written."""
+    if hi - lo == 1:
+        return np.float32(VALUES[lo])
+    mid = middle(lo, hi)
+    return np.float32(tree_sum(lo, mid) + tree_sum(mid, hi))
+
+
+def fold(order: Order, rank: int) -> list[Value]:
+    """Run a rank's folds on plain floats, as the gradients do on buffers."""
+    rows = [Value(np.float32(np.nan)) for _ in range(order.rows(rank))]
+    for step in order.folds(rank):
+        if step.accumulate:
+            rows[step.row].add_(Value(VALUES[step.slot]))
+        else:
+            rows[step.row] = Value(VALUES[step.slot])
+        for into, other in step.merges:
+            rows[into].add_(rows[other])
+    return rows[: len(order.nodes[rank])]
+
+
+@pytest.mark.parametrize("slots", range(1, 65))
+def test_every_world_size_adds_up_to_the_one_worker_sum(slots: int) -> None:
+    expected = tree_sum(0, slots)
+    for world in range(1, slots + 1):
+        order = plan(slots, world)
+        leaves = [value for rank in range(world) for value in fold(order, rank)]
+        assert len(leaves) == len(order.leaves)
+        order.add_up(leaves)
+        assert leaves[0].value.tobytes() == expected.tobytes(), (slots, world)
+
+
+def test_uneven_ranges_left_by_a_lost_worker_add_up_too() -> None:
+    for bounds in [(0, 5, 5, 16), (0, 1, 2, 16), (0, 0, 16), (0, 7, 9, 13, 16)]:
+        order = plan_ranges(16, bounds)
+        leaves = [value for rank in range(order.world_size) for value in fold(order, rank)]
+        order.add_up(leaves)
+        assert leaves[0].value.tobytes() == tree_sum(0, 16).tobytes()
+
+
+def test_powers_of_two_give_one_node_per_worker() -> None:
+    for slots, world in [(8, 1), (8, 2), (8, 4), (8, 8), (64, 16)]:
+        assert all(len(nodes) == 1 for nodes in plan(slots, world).nodes)
+
+
+def test_a_worker_needs_few_buffers() -> None:
+    assert [plan(slots, 1).rows(0) for slots in (1, 2, 4, 8, 16, 64)] == [1, 1, 2, 3, 4, 6]
+
+
+def test_slots_of_a_step_are_disjoint_and_complete() -> None:  # C-SHARD-001
+    for slots in range(1, 65):
+        for world in range(1, slots + 1):
+            order = plan(slots, world)
+            seen = [slot for rank in range(world) for slot in order.range_of(rank)]
+            assert seen == list(range(slots))
+            sizes = [len(order.range_of(rank)) for rank in range(world)]
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_cover_takes_the_largest_nodes() -> None:
+    assert cover(0, 3, 8) == [(0, 2), (2, 3)]
+    assert cover(3, 6, 8) == [(3, 4), (4, 6)]
+    assert cover(0, 8, 8) == [(0, 8)]
+    assert cover(4, 4, 8) == []
+
+
+def test_shares_are_complete_and_within_one_grain() -> None:
+    for total in (0, 1, 5, 1023, 1024, 5000):
+        for world in range(1, 8):
+            for grain in (1, 64, 1024):
+                bounds = shares(total, world, grain)
+                assert bounds[0] == 0 and bounds[-1] == total and bounds == sorted(bounds)
+                assert all(bound % grain == 0 for bound in bounds[:-1])
+
+
+def test_more_workers_than_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 workers cannot share 4 slots"):
+        plan(4, 5)
