@@ -1,0 +1,37 @@
+# `make demo` and `make test` are complete on a fresh machine with Python 3.11 or later.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 1
+COUNT ?=
+
+.PHONY: demo test check soak clean
+
+demo: $(VENV)/installed
+	$(BIN)/andon demo
+
+test: $(VENV)/installed-test check
+	$(BIN)/python -m pytest -m "not soak"
+
+check: $(VENV)/installed-test
+	$(BIN)/ruff check andon tests
+	$(BIN)/ruff format --check andon tests
+	$(BIN)/mypy
+
+# The long proofs: hundreds of kills, thousands of flips. SEED=7 COUNT=300 make soak
+soak: $(VENV)/installed-test
+	ANDON_SOAK_SEED=$(SEED) ANDON_SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest -m soak --timeout 3600
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

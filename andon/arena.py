@@ -1,0 +1,133 @@
+"""The arena: all weights in one flat buffer, all gradients in others; parameters are views into them.
+
+A *unit* is what is exchanged as one: each transformer block, the embedding, the final norm, the LM head. A
+unit is a contiguous range; units lie in the order in which backward finishes them. Units start on a *cell*
+(1,024 elements, the grain of norms, fingerprints and shards), tensors on 64 bytes. Inside a unit the
+matrices come first, so that weight decay, which spares vectors, sees two ranges per unit and not one per
+parameter. The gaps between tensors stay zero for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+CELL = 1024
+ALIGN = 16  # float32 elements in 64 bytes
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a parameter lies."""
+
+    name: str
+    start: int
+    shape: torch.Size
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A contiguous range of the arena: matrices in [start, vectors), the rest in [vectors, stop)."""
+
+    name: str
+    start: int
+    vectors: int
+    stop: int
+    slices: tuple[Slice, ...]
+
+
+class Layout:
+    """Which parameter lies where; the same for weights, gradients and moments."""
+
+    def __init__(self, units: Iterable[tuple[str, Sequence[tuple[str, Tensor]]]]) -> None:
+        self.units: list[Unit] = []
+        self.size = 0
+        for name, parameters in units:
+            self._place(name, parameters)
+        self.slices = {piece.name: piece for unit in self.units for piece in unit.slices}
+
+    def _place(self, name: str, parameters: Sequence[tuple[str, Tensor]]) -> None:
+        start = at = self.size
+        pieces = []
+        matrices = [(key, value) for key, value in parameters if value.dim() > 1]
+        others = [(key, value) for key, value in parameters if value.dim() <= 1]
+        vectors = start
+        for kind in (matrices, others):
+            for key, value in kind:
+                pieces.append(Slice(key, at, value.shape))
+                at += round_up(value.numel(), ALIGN)
+            if kind is matrices:
+                vectors = at
+        self.size = round_up(at, CELL)
+        self.units.append(Unit(name, start, vectors, self.size, tuple(pieces)))
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """The view of a parameter in a flat buffer."""
+        piece = self.slices[name]
+        return flat[piece.start : piece.stop].view(piece.shape)
+
+    def locate(self, element: int) -> tuple[Unit, Slice | None]:
+        """The unit and the parameter (None: a gap) that hold an element of the arena."""
+        unit = next(unit for unit in self.units if element < unit.stop)
+        return unit, next((piece for piece in unit.slices if piece.start <= element < piece.stop), None)
+
+
+def backward_order(model: nn.Module) -> list[tuple[str, list[tuple[str, Tensor]]]]:
+    """Units by rule: each child of the longest module list is a block; the modules registered after the
+    blocks come first, then the blocks from last to first, then the modules before them. Frozen parameters
+    are left out."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    prefix, blocks = max(lists, key=lambda found: len(found[1]), default=("", nn.ModuleList()))
+    inside: dict[str, list[tuple[str, Tensor]]] = {f"{prefix}.{index}.": [] for index in range(len(blocks))}
+    before: list[tuple[str, list[tuple[str, Tensor]]]] = []
+    after: list[tuple[str, list[tuple[str, Tensor]]]] = []
+    seen_blocks = False
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        block = next((start for start in inside if name.startswith(start)), None)
+        if block:
+            seen_blocks = True
+            inside[block].append((name, parameter))
+        else:
+            unit = name.rpartition(".")[0] or name
+            side = after if seen_blocks else before
+            if not side or side[-1][0] != unit:
+                side.append((unit, []))
+            side[-1][1].append((name, parameter))
+    middle = [(start.rstrip("."), found) for start, found in inside.items() if found]
+    return after[::-1] + middle[::-1] + before[::-1]
+
+
+class Arena:
+    """A model's weights in one buffer. `allocate` chooses where buffers live (shared memory, a GPU)."""
+
+    def __init__(self, model: nn.Module, allocate: Callable[[int], Tensor] | None = None) -> None:
+        self.layout = Layout(backward_order(model))
+        self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        assert self.parameters.keys() == self.layout.slices.keys()
+        first = next(iter(self.parameters.values()))
+        self.device = first.device
+        self.weights = (allocate or self.zeros)(self.layout.size)
+        for name, parameter in self.parameters.items():
+            if parameter.dtype != torch.float32:
+                raise ValueError(f"{name} is {parameter.dtype}; the arena holds float32 master weights")
+            view = self.layout.view(self.weights, name)
+            view.copy_(parameter.data)
+            parameter.data = view
+
+    def zeros(self, size: int) -> Tensor:
+        """A flat buffer beside the weights."""
+        return torch.zeros(size, dtype=torch.float32, device=self.device)
+
+
+def round_up(count: int, grain: int) -> int:
+    """The next multiple of `grain`."""
+    return -(-count // grain) * grain

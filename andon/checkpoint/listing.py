@@ -1,0 +1,32 @@
+"""Which checkpoints there are, from their names alone: no torch needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"checkpoint-{step}"
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that have a checkpoint, ascending."""
+    if not folder.is_dir():
+        return []
+    names = (NAME.fullmatch(entry.name) for entry in folder.iterdir())
+    return sorted(int(match[1]) for match in names if match)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint."""
+    found = steps(folder)
+    return checkpoint_path(folder, found[-1]) if found else None
+
+
+def should_save(step: int, every: int, last: int) -> bool:
+    """At every interval, and always at the last step; an interval of 0 saves only there."""
+    return step > 0 and (step >= last or (every > 0 and step % every == 0))

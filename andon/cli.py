@@ -1,0 +1,175 @@
+"""The command line: one function per command; it parses, then makes one call. Heavy imports come late."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import andon
+from andon.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from andon.config import Config
+
+ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
+app = typer.Typer(
+    help="Data-parallel pretraining that stops the line.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
+
+Resume = Annotated[
+    str, typer.Option(help="auto: the newest checkpoint of the run; none: a fresh run; or a path.")
+]
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
+
+
+def main() -> None:
+    """Run a command; a user's error is three lines and exit code 1."""
+    try:
+        app()
+    except UserError as error:
+        from andon.display import show_error
+
+        show_error(_console(stderr=True), error)
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    if version:
+        typer.echo(f"andon {andon.__version__}")
+        raise typer.Exit
+
+
+@app.command(context_settings=ANY)
+def demo(context: typer.Context) -> None:
+    """Train a small story-teller on this machine, in about two minutes.
+
+    Takes the same --section.key value overrides as `andon train`.
+    """
+    from andon.cluster.launch import train_demo
+    from andon.config import parse_arguments
+
+    words, overrides = parse_arguments(context.args)
+    _refuse(words)
+    sys.exit(train_demo(overrides, _console()))
+
+
+@app.command(context_settings=ANY)
+def train(context: typer.Context, resume: Resume = "auto") -> None:
+    """Train on CONFIG.yaml, or on CORPUS… (files, folders, globs of .txt, .jsonl, .parquet).
+
+    Without either, trains on the built-in stories. Any configuration key can be given as --section.key value
+    (`andon config show` lists them): --workers 2 --optim.lr 3e-4 --train.steps=100
+    """
+    from andon.cluster.launch import train as launch
+
+    sys.exit(launch(_config(context.args), resume, _console()))
+
+
+@app.command(context_settings=ANY)
+def prepare(context: typer.Context) -> None:
+    """Tokenize CORPUS… into the cache without training."""
+    from andon.cluster.prepare import prepare_tokens, show_tokens
+
+    console = _console()
+    show_tokens(prepare_tokens(_config(context.args), console), console)
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Argument(help="How the text begins.")] = "",
+    count: Annotated[int, typer.Option(min=1, help="How many texts.")] = 1,
+    length: Annotated[int, typer.Option(min=0, help="Most tokens a text; 0: up to the context.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+) -> None:
+    """Write text with a checkpoint."""
+    from andon.inference import generate as run
+
+    run(checkpoint, prompt, count=count, length=length, temperature=temperature, seed=seed)
+
+
+@app.command()
+def evaluate(
+    checkpoint: Checkpoint,
+    windows: Annotated[int, typer.Option(min=1, help="How many held-out windows.")] = 256,
+) -> None:
+    """Loss, bits per byte and, for the built-in stories, the valid share of a checkpoint."""
+    from andon.inference import evaluate as run
+
+    run(checkpoint, windows, _console())
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, cores, memory, devices, ports, shared memory: what a bug report needs."""
+    from andon.doctor import examine
+
+    examine(_console())
+
+
+@config_app.command("show", context_settings=ANY)
+def config_show(context: typer.Context) -> None:
+    """Print the resolved configuration of CONFIG.yaml and overrides."""
+    typer.echo(_config(context.args).to_yaml(), nl=False)
+
+
+@config_app.command("validate", context_settings=ANY)
+def config_validate(context: typer.Context) -> None:
+    """Check CONFIG.yaml and overrides."""
+    config = _config(context.args)
+    typer.echo(f"valid: {config.model.preset}, {config.train.steps:,} steps, {config.workers} workers")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of configurations."""
+    import json
+
+    from andon.config import Config
+
+    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+
+
+def _config(arguments: list[str]) -> Config:
+    from andon.config import load, parse_arguments
+
+    words, overrides = parse_arguments(arguments)
+    files = [word for word in words if word.endswith((".yaml", ".yml"))]
+    corpus = [word for word in words if word not in files]
+    if len(files) > 1 or (files and corpus):
+        raise UserError(
+            f"{' '.join(words)} is more than one configuration",
+            "A configuration names its own corpus",
+            "Give one CONFIG.yaml, or only paths of text; --data.corpus overrides the corpus",
+        )
+    if corpus:
+        overrides = {"data.corpus": corpus, **overrides}
+    return load(Path(files[0]) if files else None, overrides)
+
+
+def _refuse(words: list[str]) -> None:
+    if words:
+        raise UserError(
+            f"`andon demo` takes no {words[0]!r}",
+            "It trains on the built-in stories",
+            f"Try `andon train {words[0]}`",
+        )
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)

@@ -1,0 +1,60 @@
+"""The control link: JSON messages between the coordinator and a worker.
+
+One frame per message (tag 0x10, then a JSON object with its `kind`). The dialogue:
+  worker       hello    "here I am: this version, host and process"
+  coordinator  welcome  "you are this rank of so many; this is the whole configuration"
+  worker       word     "on this topic I say …"        (addresses, when a group is formed)
+  coordinator  words    "everyone has spoken: …"
+  worker       event    "this happened" (see andon.metrics)
+  worker       failed   "I must stop, and this is why"
+  coordinator  stop     "save and leave after this step"
+  worker       bye      "I am done"
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any, Final
+
+from andon.group.base import ProtocolError
+from andon.group.link import Link
+
+TAG: Final = 0x10
+LIMIT: Final = 16_000_000
+COORDINATOR: Final = -1
+
+Message = dict[str, Any]
+
+
+class ControlLink:
+    """Messages over one link; any thread may send, one thread receives."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._sending = threading.Lock()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send one message."""
+        payload = bytes([TAG]) + json.dumps({"kind": kind, **fields}).encode()
+        with self._sending:
+            self.link.send_frame(payload, f"sending {kind}")
+
+    def receive(self) -> Message:
+        """Receive one message."""
+        frame = self.link.receive_frame(LIMIT, "receiving a message")
+        if frame[0] != TAG:
+            raise ProtocolError(
+                f"rank {self.link.peer} sent tag 0x{frame[0]:02x} where 0x{TAG:02x} is spoken"
+            )
+        try:
+            message = json.loads(frame[1:])
+        except ValueError as error:
+            raise ProtocolError(f"rank {self.link.peer} sent a message that is no JSON: {error}") from None
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+            raise ProtocolError(f"rank {self.link.peer} sent a message without a kind")
+        return message
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.link.close()

@@ -1,0 +1,38 @@
+"""From a configuration to tokens on disk, with a progress bar."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from andon.config import Config
+from andon.data.shards import Corpus, TokenSet, prepare
+
+
+def prepare_tokens(config: Config, console: Console) -> TokenSet:
+    """The tokens of a configuration's corpus, made now or taken from the cache."""
+    corpus = Corpus(
+        paths=config.data.corpus,
+        stories_seed=config.seed,
+        stories_count=config.data.stories,
+        tokenizer=config.data.tokenizer,
+        vocab_size=config.model.vocab,
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks = {}
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=total or None)
+            bar.update(tasks[phase], completed=done)
+
+        return prepare(corpus, config.data.cache.expanduser(), progress)
+
+
+def show_tokens(tokens: TokenSet, console: Console) -> None:
+    """What a prepared corpus holds."""
+    console.print(
+        f"{tokens.tokens:,} tokens, {tokens.bytes_per_token:.2f} bytes each, vocabulary {tokens.vocab_size:,}"
+    )
+    console.print(f"digest {tokens.digest[:16]}… in {tokens.folder}", soft_wrap=True)

@@ -1,0 +1,80 @@
+"""The folder of a run: who may write there, and where it goes on from."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from andon.checkpoint.listing import newest
+from andon.config import Config
+from andon.errors import UserError
+
+
+class RunFolder:
+    """A run's folder, held by one process at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock: IO[str] | None = None
+
+    def take(self) -> None:
+        """Make the folder and lock it for this process."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held for the run)
+        except OSError as error:
+            raise UserError(
+                f"The run cannot use {self.folder}",
+                f"{error.strerror}",
+                "Choose another folder with --run.dir",
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip()
+            raise UserError(
+                f"{self.folder} is in use",
+                f"Process {holder} is training there",
+                "Wait for it, or choose another --run.dir",
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    def move_aside(self) -> Path | None:
+        """If a run was here, rename its folder, so that a fresh one can begin; gives the new name."""
+        if not (self.folder / "metrics.jsonl").exists():
+            return None
+        number = 1
+        while (aside := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
+            number += 1
+        self.folder.rename(aside)
+        return aside
+
+    def resume_from(self, resume: str) -> Path | None:
+        """The checkpoint that `--resume` means: `auto` the newest if there is one, `none`, or a path."""
+        if resume == "none":
+            return None
+        if resume == "auto":
+            return newest(self.folder / "checkpoints")
+        folder = Path(resume)
+        if not (folder / "state.json").is_file():
+            raise UserError(
+                f"{folder} is not a checkpoint",
+                "It has no state.json",
+                "Try `andon checkpoint ls` or --resume auto",
+            )
+        return folder
+
+    def write_config(self, config: Config) -> None:
+        """Keep the resolved configuration with the run."""
+        (self.folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")

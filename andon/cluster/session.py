@@ -1,0 +1,77 @@
+"""One rank's training session: device, group, trainer. The same for every way of starting."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from andon.config import Config
+from andon.data.shards import TokenSet
+from andon.errors import UserError
+from andon.group import open_group
+from andon.group.base import Rendezvous
+from andon.metrics import Emit, event
+from andon.trainer import Trainer
+
+
+def train(
+    config: Config,
+    tokens: TokenSet,
+    rendezvous: Rendezvous,
+    resume: Path | None,
+    emit: Emit,
+    stop_wanted: Callable[[], bool],
+) -> None:
+    """Train as one rank of a run, from a checkpoint if one is given, to its end."""
+    settle(config.threads)
+    device = choose_device(config.device, rendezvous.rank, emit)
+    transport = choose_transport(config.group.transport, rendezvous.world_size)
+    group = open_group(transport, rendezvous, timeout=config.group.timeout, wire=config.group.wire)
+    trainer = Trainer(config, tokens, group, transport, device)
+    try:
+        if resume:
+            trainer.resume(resume)
+        if rendezvous.rank == 0:
+            emit(event("start", step=trainer.step, device=str(device), transport=transport))
+        trainer.run(emit, stop_wanted)
+    finally:
+        trainer.close()
+
+
+def settle(threads: int) -> None:
+    """Make torch give the same bits every time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def choose_transport(wanted: str, world_size: int) -> str:
+    """What `auto` means: nothing to exchange alone, torch otherwise."""
+    if wanted != "auto":
+        return wanted
+    return "local" if world_size == 1 else "torch"
+
+
+def choose_device(wanted: str, rank: int, emit: Emit) -> torch.device:
+    """The device of a rank (F-DP-004): `auto` falls back to the CPU and says so, a name is a promise."""
+    if wanted != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    if wanted == "cuda":
+        raise UserError(
+            "device = 'cuda', but torch sees no CUDA device", _why_no_cuda(), "Use --device auto or cpu"
+        )
+    if wanted == "auto" and rank == 0:
+        emit(event("note", text=f"Training on the CPU: {_why_no_cuda()}"))
+    return torch.device("cpu")
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    return "no CUDA device is visible to torch"

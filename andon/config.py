@@ -1,0 +1,345 @@
+"""The configuration: typed, from presets, a YAML file and dotted overrides, later ones winning.
+
+Each section is handed to the component it configures and to no other. The global batch is
+`train.slots` × `train.micro_batch` × `train.context` tokens and does not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import model_validator as validator
+
+from andon.errors import UserError
+from andon.model.shape import SHAPES, Shape
+
+Preset = Literal["tiny", "30m", "124m", "350m", "1b"]
+Transport = Literal["auto", "local", "shm", "star", "ring", "torch"]
+
+
+class Section(BaseModel):
+    """Unknown keys are refused; each field's docstring is its help text."""
+
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, use_attribute_docstrings=True, frozen=True
+    )
+
+
+class ModelConfig(Section):
+    preset: Preset = "tiny"
+    """The named shape that the other keys start from."""
+    vocab: PositiveInt
+    """Rows of the embedding; the tokenizer may use fewer."""
+    hidden: PositiveInt
+    """Width of the residual stream."""
+    layers: PositiveInt
+    """Number of transformer blocks."""
+    heads: PositiveInt
+    """Query heads."""
+    kv_heads: PositiveInt
+    """Key and value heads; divides `heads`."""
+    intermediate: PositiveInt
+    """Width of the SwiGLU."""
+    tied: bool = False
+    """Share the embedding with the LM head."""
+
+    @validator(mode="after")
+    def _divides(self) -> ModelConfig:
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(f"hidden {self.hidden} must be an even multiple of heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        return self
+
+
+class DataConfig(Section):
+    corpus: tuple[str, ...] = ("stories",)
+    """`stories` (built in), or files, folders and globs of .txt, .jsonl and .parquet."""
+    stories: PositiveInt = 20_000
+    """How many built-in stories to train on."""
+    tokenizer: str = "bpe"
+    """`bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json."""
+    validation: float = Field(0.02, ge=0, lt=0.5)
+    """Share of the windows held out for validation."""
+    cache: Path = Field(default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "andon")
+    """Where tokenized corpora are kept."""
+
+    @validator(mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("corpus"), str):
+            return {**values, "corpus": [values["corpus"]]}
+        return values
+
+
+class TrainConfig(Section):
+    steps: PositiveInt = 1_000
+    """Optimizer steps of the whole run."""
+    slots: PositiveInt = 8
+    """Micro-batches per step, shared out among the workers."""
+    micro_batch: PositiveInt = 8
+    """Windows per slot."""
+    context: PositiveInt
+    """Tokens per window."""
+    precision: Literal["auto", "f32", "bf16"] = "auto"
+    """Autocast: bf16 where the device has it (auto: on CUDA only), or plain f32."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+
+
+class OptimConfig(Section):
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Decay after the warm-up; `wsd` holds the peak and decays over the last fifth."""
+    warmup: NonNegativeInt = 50
+    """Steps of linear warm-up."""
+    final_lr: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the end, as a fraction of the peak."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's first decay."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's second decay."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    clip: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+class EvalConfig(Section):
+    every: NonNegativeInt = 100
+    """Validate every so many steps, and at the end; 0: only at the end."""
+    windows: PositiveInt = 64
+    """How many held-out windows to validate on."""
+    sample_every: float = Field(5.0, ge=0)
+    """Show a sample about every so many seconds; 0: never."""
+    stories: NonNegativeInt = 64
+    """How many samples the valid share of the built-in stories is taken over."""
+
+
+class GroupConfig(Section):
+    transport: Transport = "auto"
+    """How gradients travel; `auto` takes the fastest that fits."""
+    wire: Literal["f32", "bf16"] = "f32"
+    """How they are rounded on the way."""
+    timeout: PositiveFloat = 60.0
+    """Seconds without progress after which a peer counts as stalled."""
+
+
+class CheckpointConfig(Section):
+    every: NonNegativeInt = 100
+    """Save every so many steps, and at the end; 0: only at the end."""
+    keep: PositiveInt = 3
+    """How many to keep."""
+
+
+class RunConfig(Section):
+    dir: Path = Path("runs/default")
+    """The folder of the run: metrics, summary, checkpoints."""
+
+
+class Config(Section):
+    """Everything that determines a run."""
+
+    seed: NonNegativeInt = 1
+    """Seed of weights, data order and samples."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where there is one and says so when it falls back to the CPU."""
+    workers: PositiveInt = 1
+    """Processes that share the slots of a step."""
+    threads: PositiveInt = 1
+    """Compute threads per worker."""
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    group: GroupConfig = Field(default_factory=GroupConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+
+    @validator(mode="after")
+    def _divides(self) -> Config:
+        if self.workers > self.train.slots:
+            raise ValueError(
+                f"{self.workers} workers cannot share train.slots = {self.train.slots}: one slot each"
+            )
+        return self
+
+    @property
+    def shape(self) -> Shape:
+        """The model's shape."""
+        sizes = self.model.model_dump(exclude={"preset"})
+        return replace(SHAPES[self.model.preset], context=self.train.context, **sizes)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.slots * self.train.micro_batch * self.train.context
+
+    def to_yaml(self) -> str:
+        """The resolved configuration, as `load` reads it back."""
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return text
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "train": {"steps": 400, "slots": 8, "micro_batch": 8},
+        "optim": {"lr": 4e-3, "warmup": 20, "final_lr": 0.05},
+    },
+    "30m": {"train": {"micro_batch": 4}, "optim": {"lr": 1e-3}},
+    "124m": {"train": {"slots": 16}, "optim": {"lr": 6e-4, "warmup": 500}},
+    "350m": {"train": {"slots": 32}, "optim": {"lr": 4e-4, "warmup": 1_000}},
+    "1b": {"train": {"slots": 64, "micro_batch": 4}, "optim": {"lr": 3e-4, "warmup": 2_000}},
+}
+
+
+def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Presets, then the YAML file, then the overrides with dotted keys: one checked configuration."""
+    return build(_read_yaml(path) if path else {}, overrides or {})
+
+
+def build(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """A configuration from nested values and dotted overrides."""
+    nested: dict[str, Any] = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in values.items()
+    }
+    for key, value in overrides.items():
+        check_key(key)
+        section, _, name = key.rpartition(".")
+        target = nested.setdefault(section, {}) if section else nested
+        if not isinstance(target, dict):
+            raise UserError(
+                f"{section} = {target!r} is not a section", f"{key} was given too", "Remove one of them"
+            )
+        target[name] = value
+    try:
+        return Config.model_validate(_with_preset(nested))
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def keys() -> dict[str, str]:
+    """Every key with its help text."""
+
+    def walk(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+        for name, field in section.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                yield from walk(field.annotation, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", field.description or ""
+
+    return dict(walk(Config, ""))
+
+
+def check_key(key: str) -> None:
+    """Refuse a key that does not exist, with the nearest that does."""
+    known = keys()
+    if key in known:
+        return
+    by_last_word = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = (by_last_word or difflib.get_close_matches(key, known, n=3, cutoff=0.5))[:3]
+    hint = f"Did you mean {' or '.join(near)}?" if near else "No key has a similar name"
+    raise UserError(f"There is no configuration key '{key}'", hint, "`andon config show` lists all keys")
+
+
+def _with_preset(nested: dict[str, Any]) -> dict[str, Any]:
+    model = nested.get("model", {})
+    preset = model.get("preset", "tiny") if isinstance(model, dict) else "tiny"
+    if preset not in SHAPES:
+        allowed = ", ".join(get_args(Preset))
+        raise UserError(
+            f"model.preset = {preset!r} is not a preset", f"Presets: {allowed}", "Choose one of these"
+        )
+    shape = SHAPES[preset]
+    defaults = {
+        "model": {name: getattr(shape, name) for name in ModelConfig.model_fields if name != "preset"},
+        "train": {"context": shape.context},
+    }
+    result = dict(nested)
+    for source in (DEFAULTS[preset], defaults):
+        for section, values in source.items():
+            given = result.get(section, {})
+            if isinstance(given, dict):
+                result[section] = {**values, **given}
+    return result
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read", str(error.strerror), "Check the path of the configuration"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        cause = " ".join(str(error).split())
+        raise UserError(
+            f"{path} is not valid YAML", cause, "`andon config show` prints a valid file"
+        ) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{path} holds no configuration", "The top level must be keys", "Try `andon config show`"
+        )
+    return values
+
+
+def _explain(error: ValidationError) -> UserError:
+    """Turn pydantic's first complaint into key, value and what is allowed."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if not isinstance(part, int)]
+    key = ".".join(place)
+    if first["type"] == "extra_forbidden":
+        try:
+            check_key(key)
+        except UserError as unknown:
+            return unknown
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    said = first["msg"].removeprefix("Value error, ")
+    if not key or first["type"] == "value_error":
+        return UserError(
+            f"{said}{more}", f"The configuration is refused{' at ' + key if key else ''}", _REMEDY
+        )
+    return UserError(f"{key} = {first['input']!r} is refused{more}", said, _help_for(key))
+
+
+_REMEDY = "Change one of the two: `andon config show` prints what is in force"
+
+
+def _help_for(key: str) -> str:
+    text = keys().get(key, "")
+    return f"{key}: {text}" if text else "`andon config show` lists all keys"
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split a command line into positional words and overrides (`--key value`, `--key=value`, `--flag`)."""
+    words: list[str] = []
+    overrides: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            words.append(word)
+            continue
+        key, equals, value = word[2:].partition("=")
+        key = {"compile": "train.compile"}.get(key, key)
+        check_key(key)
+        if key == "train.compile" and not equals and (not rest or rest[0] not in ("true", "false")):
+            value = "true"
+        elif not equals:
+            if not rest or rest[0].startswith("--"):
+                raise UserError(f"--{key} needs a value", _help_for(key), f"Write --{key}=VALUE")
+            value = rest.pop(0)
+        overrides[key] = value.split(",") if key == "data.corpus" else value
+    return words, overrides

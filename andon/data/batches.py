@@ -1,0 +1,113 @@
+"""Batches as a pure function of (seed, step, slot): nothing to save but the step.
+
+The tokens are cut into *windows* of `context` tokens (plus the one that follows). Every k-th window is held
+out for validation. Each epoch visits every training window exactly once, in the order of a keyed permutation
+that is computed and never stored: a Feistel network over the next power of four, walked until it lands
+inside. The samples of a step are dealt to its slots in turn (C-SHARD-001).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from andon.errors import UserError
+
+MASK = (1 << 64) - 1
+
+
+class Tokens(Protocol):
+    """A long row of tokens."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.int64]: ...
+
+
+class Batches:
+    """The windows of a corpus, as micro-batches."""
+
+    def __init__(
+        self, source: Tokens, seed: int, slots: int, micro_batch: int, context: int, validation: float
+    ) -> None:
+        self.source, self.seed, self.slots, self.micro_batch, self.context = (
+            source,
+            seed,
+            slots,
+            micro_batch,
+            context,
+        )
+        windows = max(0, (source.tokens - 1) // context)
+        self.every = max(2, round(1 / validation)) if validation and windows > 1 else 0
+        self.held_out = windows // self.every if self.every else 0
+        self.training = windows - self.held_out
+        if not windows:
+            raise UserError(
+                f"The corpus has {source.tokens:,} tokens, fewer than one window of {context + 1:,}",
+                "train.context is longer than the text",
+                f"Give more text, or --train.context {max(1, source.tokens // 4)}",
+            )
+
+    def windows(self, step: int, slot: int) -> list[int]:
+        """The window numbers of a slot; steps count from 1."""
+        first = (step - 1) * self.slots * self.micro_batch
+        return [
+            self._window(first + sample)
+            for sample in interleave(self.slots * self.micro_batch, slot, self.slots)
+        ]
+
+    def __call__(self, step: int, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Inputs and targets of a slot, each micro_batch x context."""
+        return self._stack(self.windows(step, slot))
+
+    def validation(self, count: int) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """The first held-out windows (training windows where none are), in micro-batches."""
+        numbers = [self.every * (index + 1) - 1 for index in range(self.held_out)] or list(
+            range(self.training)
+        )
+        numbers = numbers[:count]
+        return [
+            self._stack(numbers[at : at + self.micro_batch])
+            for at in range(0, len(numbers), self.micro_batch)
+        ]
+
+    def _window(self, sample: int) -> int:
+        epoch, position = divmod(sample, self.training)
+        chosen = permute(position, self.training, self.seed << 32 ^ epoch)
+        return chosen + chosen // (self.every - 1) if self.every else chosen
+
+    def _stack(self, windows: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        rows = np.stack([self.source.read(window * self.context, self.context + 1) for window in windows])
+        return rows[:, :-1], rows[:, 1:]
+
+
+def interleave(count: int, part: int, parts: int) -> range:
+    """Every parts-th of `count`, from `part` on: the parts are disjoint and complete."""
+    return range(part, count, parts)
+
+
+def permute(index: int, count: int, key: int) -> int:
+    """Where a permutation of range(count) sends an index; a pure function of all three."""
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    while True:
+        index = _feistel(index, half, key)
+        if index < count:
+            return index
+
+
+def _feistel(value: int, half: int, key: int) -> int:
+    left, right = value >> half, value & ((1 << half) - 1)
+    for turn in range(4):
+        left, right = right, left ^ (_mix(right ^ _mix(key * 4 + turn)) & ((1 << half) - 1))
+    return left << half | right
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser."""
+    value = (value + 0x9E3779B97F4A7C15) & MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
+    return value ^ value >> 31

@@ -1,0 +1,163 @@
+"""Gradients: backward into the arena, folded over slots, exchanged unit by unit while backward goes on.
+
+Each worker folds its slots in the order of `andon.order`. In its last slot a unit is *ready* when every
+parameter of it has its gradient; ready units leave in layout order, on one communication thread, which first
+does the fold's remaining merges for that unit and then the all-reduce. `finish` waits for the last unit and
+tells what all ranks now agree on: the loss, the tokens, the norm of the mean gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from andon.arena import CELL, Arena, Unit
+from andon.group.base import Group
+from andon.order import Fold, plan, shares
+
+SLOT = struct.Struct("<IdQ")  # slot, summed loss, tokens
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a step came to, the same on every rank."""
+
+    loss: float
+    tokens: int
+    norm: float
+    stop: bool
+
+    @property
+    def sound(self) -> bool:
+        return math.isfinite(self.norm) and math.isfinite(self.loss)
+
+
+class Gradients:
+    """The summed gradients of a step; after `finish`, `total` is the same on every rank."""
+
+    def __init__(self, arena: Arena, group: Group, slots: int) -> None:
+        self.arena, self.group = arena, group
+        self.order = plan(slots, group.world_size)
+        self.slots = self.order.range_of(group.rank)
+        self.rows = group.allocate(self.order.rows(group.rank), arena.layout.size).to(arena.device)
+        self.total = self.rows[0]
+        self._folds = {fold.slot: fold for fold in self.order.folds(group.rank)}
+        self._views = [{name: arena.layout.view(row, name) for name in arena.parameters} for row in self.rows]
+        self._losses: dict[int, tuple[float, int]] = {}
+        self._cells = torch.zeros(arena.layout.size // CELL, device=arena.device)
+        self._thread = ThreadPoolExecutor(1, "andon-exchange")
+        self._backward: Backward | None = None
+        self._hooks = [
+            arena.parameters[piece.name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._hook(index, piece.name)
+            )
+            for index, unit in enumerate(arena.layout.units)
+            for piece in unit.slices
+        ]
+
+    def backward(self, loss: Tensor, slot: int, tokens: int) -> None:
+        """Backward of one slot's summed loss; slots come in order, the last one starts the exchange."""
+        fold = self._folds[slot]
+        self._backward = Backward(self, fold, last=slot == self.slots[-1])
+        for name, parameter in self.arena.parameters.items():
+            parameter.grad = self._views[fold.row][name] if fold.accumulate else None
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._backward.complete()
+        self._losses[slot] = (loss.item(), tokens)
+
+    def finish(self, stop: bool = False) -> Totals:
+        """Wait for the exchange and agree with the other ranks on what the step came to."""
+        assert self._backward is not None and self._backward.last, "finish follows the last slot"
+        for exchange in self._backward.exchanges:
+            exchange.result()
+        for name, parameter in self.arena.parameters.items():
+            parameter.grad = self._views[0][name]
+        mine = b"".join(SLOT.pack(slot, *self._losses[slot]) for slot in self.slots)
+        everyone = self.group.all_gather_bytes(bytes([stop]) + mine)
+        losses = sorted(record for words in everyone for record in SLOT.iter_unpack(words[1:]))
+        tokens = sum(count for _, _, count in losses)
+        return Totals(
+            loss=sum(loss for _, loss, _ in losses) / max(1, tokens),
+            tokens=tokens,
+            norm=self._norm() / max(1, tokens),
+            stop=any(words[0] for words in everyone),
+        )
+
+    def _norm(self) -> float:
+        """The norm of the total, over cells in fixed order; each rank squares its share of the cells."""
+        bounds = shares(len(self._cells), self.group.world_size)
+        mine = slice(bounds[self.group.rank], bounds[self.group.rank + 1])
+        squares = self.total.view(-1, CELL)[mine]
+        torch.linalg.vector_norm(squares, dim=1, out=self._cells[mine])
+        self.group.all_gather(self._cells, bounds)
+        cells = self._cells.cpu().numpy().astype(np.float64)
+        return float(np.sqrt(np.dot(cells, cells)))
+
+    def _hook(self, unit: int, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert self._backward is not None, "backward outside Gradients.backward"
+            assert isinstance(parameter, nn.Parameter)
+            self._backward.arrived(unit, name, parameter)
+
+        return hook
+
+    def _exchange(self, unit: Unit, merges: tuple[tuple[int, int], ...], before: Future[None] | None) -> None:
+        if before is not None:
+            before.result()  # once a unit has failed, the rest fail with its error
+        rows = self.rows[:, unit.start : unit.stop]
+        for into, other in merges:
+            rows[into].add_(rows[other])
+        self.group.all_reduce(rows[: max(1, len(self.order.nodes[self.group.rank]))], self.order)
+
+    def close(self) -> None:
+        """Stop the communication thread and let go of the model."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Backward:
+    """One slot's backward: which gradients have arrived, which units have left."""
+
+    def __init__(self, gradients: Gradients, fold: Fold, last: bool) -> None:
+        self.gradients, self.fold, self.last = gradients, fold, last
+        self.views = gradients._views[fold.row]
+        self.missing = [{piece.name for piece in unit.slices} for unit in gradients.arena.layout.units]
+        self.exchanges: list[Future[None]] = []
+
+    def arrived(self, unit: int, name: str, parameter: nn.Parameter) -> None:
+        """A parameter's gradient is there: put it into the arena and send what is ready."""
+        view = self.views[name]
+        assert parameter.grad is not None
+        if parameter.grad.data_ptr() != view.data_ptr():
+            view.copy_(parameter.grad)
+            parameter.grad = None
+        self.missing[unit].discard(name)
+        self._send_ready()
+
+    def complete(self) -> None:
+        """Backward is over: a parameter without a gradient counts as zero."""
+        for names in self.missing:
+            if not self.fold.accumulate:
+                for name in names:
+                    self.views[name].zero_()
+            names.clear()
+        self._send_ready()
+        if not self.last:
+            for into, other in self.fold.merges:
+                self.gradients.rows[into].add_(self.gradients.rows[other])
+
+    def _send_ready(self) -> None:
+        units = self.gradients.arena.layout.units
+        while self.last and len(self.exchanges) < len(units) and not self.missing[len(self.exchanges)]:
+            before = self.exchanges[-1] if self.exchanges else None
+            unit = units[len(self.exchanges)]
+            task = self.gradients._thread.submit(self.gradients._exchange, unit, self.fold.merges, before)
+            self.exchanges.append(task)

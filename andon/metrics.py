@@ -1,0 +1,65 @@
+"""Events: the one record of a run, from which everything that shows it is fed.
+
+An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds:
+`worker` (rank, pid, host) · `start` · `step` · `sample` · `eval` · `checkpoint` · `halt` · `done`.
+`metrics.jsonl` holds them all; the last `done` is also `summary.json`, a `halt` is also `halt.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Emit = Callable[[Event], None]
+
+
+def event(kind: str, **fields: Any) -> Event:
+    """An event, stamped."""
+    return {"event": kind, "time": round(time.time(), 3), **fields}
+
+
+class Recorder:
+    """Writes the events of a run into its folder and passes them on to those who listen."""
+
+    def __init__(self, folder: Path, *listeners: Emit) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.listeners = folder, listeners
+        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+
+    def emit(self, said: Event) -> None:
+        """Record one event."""
+        self._file.write(json.dumps(said) + "\n")
+        if said["event"] == "done":
+            self._whole("summary.json", said)
+        elif said["event"] == "halt":
+            self._whole("halt.json", said)
+        for listener in self.listeners:
+            listener(said)
+
+    def _whole(self, name: str, said: Event) -> None:
+        fields = {key: value for key, value in said.items() if key not in ("event", "time")}
+        write_whole(self.folder / name, json.dumps(fields, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read(folder: Path) -> Iterator[Event]:
+    """The events of a run, skipping a last line that a kill cut short."""
+    with open(folder / "metrics.jsonl", encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file in one go."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

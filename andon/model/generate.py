@@ -1,0 +1,53 @@
+"""Sampling text from a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from andon.model.llama import Cache, Llama
+
+
+@torch.no_grad()
+def sample(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    end: int,
+    length: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Continue several prompts of one length at once, up to `length` tokens each or the end token."""
+    rows = torch.tensor(prompts, dtype=torch.long, device=model.cos.device)
+    done = [False] * len(prompts)
+    out: list[list[int]] = [[] for _ in prompts]
+    for drawn in _draw(model, rows, length, temperature, seed):
+        for row, token in enumerate(drawn):
+            done[row] = done[row] or token == end
+            if not done[row]:
+                out[row].append(token)
+        if all(done):
+            break
+    return out
+
+
+def _draw(model: Llama, rows: Tensor, length: int, temperature: float, seed: int) -> Iterator[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    cache, unseen = Cache(model.shape, len(rows), model.lm_head.weight), rows
+    for _ in range(length):
+        if cache.length + unseen.shape[1] > model.shape.context:
+            # The context is full: go on from its later half.
+            cache, unseen = (
+                Cache(model.shape, len(rows), model.lm_head.weight),
+                rows[:, -(model.shape.context // 2) :],
+            )
+        logits = model.logits(unseen, cache)[:, -1].float().cpu()
+        if temperature == 0:
+            drawn = logits.argmax(-1, keepdim=True)
+        else:
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        unseen = drawn.to(rows.device)
+        rows = torch.cat((rows, unseen), 1)
+        yield drawn[:, 0].tolist()

@@ -1,0 +1,179 @@
+"""A Llama-shaped decoder. It knows nothing of ranks, slots or devices.
+
+Modules carry Hugging Face's names, so a state dict is a checkpoint. A block has nine components: q, k, v, o,
+gate, up, down and two norms. Shapes in comments: B windows, T tokens, H heads, K key/value heads, D
+head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from andon.model.shape import Shape
+
+
+class Cache:
+    """Keys and values of the tokens seen so far, for sampling; rows are windows, `length` counts tokens."""
+
+    def __init__(self, shape: Shape, batch: int, like: Tensor) -> None:
+        size = (2, shape.layers, batch, shape.kv_heads, shape.context, shape.head_dim)
+        self.keys, self.values = torch.empty(size, device=like.device, dtype=like.dtype)
+        self.length = 0
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a layer's new keys and values (B K T D) and give all of them."""
+        end = self.length + k.shape[2]
+        self.keys[layer, :, :, self.length : end] = k
+        self.values[layer, :, :, self.length : end] = v
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+class RMSNorm(nn.Module):
+    """Scale by the root mean square, computed in f32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)  # B H T D
+        k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)  # B K T D
+        v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)  # B K T D
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        repeat = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)  # B H T D
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
+        y = y.transpose(1, 2).reshape(batch, length, -1)
+        out: Tensor = self.o_proj(y)
+        return out
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, shape: Shape, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape, layer)
+        self.mlp = SwiGLU(shape)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and the final norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden, shape.norm_eps)
+
+
+class Llama(nn.Module):
+    """The language model: tokens to logits, or to the summed loss of given targets."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        if shape.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        cos, sin = rotations(shape)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """B T tokens to B T V logits; with a cache, the tokens follow those seen so far, one at a time."""
+        start = cache.length if cache else 0
+        end = start + tokens.shape[1]
+        if end > self.shape.context:
+            raise ValueError(f"{end} tokens do not fit the context of {self.shape.context}")
+        x = self.model.embed_tokens(tokens)
+        for block in self.model.layers:
+            x = block(x, self.cos[start:end], self.sin[start:end], cache)
+        if cache:
+            cache.length = end
+        out: Tensor = self.lm_head(self.model.norm(x))
+        return out
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The cross entropy in nats, summed over all targets; a target of -100 does not count."""
+        logits = self.logits(tokens).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    def initialise(self, seed: int) -> None:
+        """Draw all weights from `seed`: normal, 0.02 wide, narrower where blocks write to the stream."""
+        generator = torch.Generator().manual_seed(seed)
+        narrow = 0.02 / (2 * self.shape.layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                width = narrow if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                drawn = torch.empty(parameter.shape).normal_(0.0, width, generator=generator)
+                parameter.data.copy_(drawn)
+            else:
+                parameter.data.fill_(1.0)
+
+    def compile_blocks(self) -> None:
+        """Compile each block; all blocks share one compiled graph."""
+        for block in self.model.layers:
+            block.compile()
+
+
+def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary positions, T x D."""
+    frequency = shape.rope_theta ** -(
+        torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    )
+    angle = torch.outer(torch.arange(shape.context, dtype=torch.float32), frequency).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (i, i + D/2) of a head by its position's angle."""
+    left, right = x.chunk(2, -1)
+    return (x * cos + torch.cat((-right, left), -1) * sin).to(x.dtype)
