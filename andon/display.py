@@ -134,6 +134,10 @@ class Display:
         if not self._live:
             self.console.print(text, soft_wrap=True)
 
+    def _on_stopped(self, said: Event) -> None:
+        self.close()
+        self.console.print(f"Stopped and saved at step {said['step']:,}. The same command goes on from there.")
+
     def _on_halt(self, said: Event) -> None:
         self.close()
         self.console.print(

@@ -81,6 +81,8 @@ class Trainer:
             if totals.stop or should_save(self.step, self.config.checkpoint.every, steps):
                 self.save(emit)
             if totals.stop:
+                if self.group.rank == 0:
+                    emit(event("stopped", step=self.step))
                 return
             if due(self.step, self.config.eval.every) and not last:
                 self.evaluate(emit)
@@ -186,7 +188,7 @@ class Trainer:
                 "data": self.tokens.digest,
                 "config": self.config.model_dump(mode="json"),
             },
-            files={"config.json": config, **self.tokenizer.files()},
+            files={"config.json": config, **self._tokenizer_files()},
         )
 
     def resume(self, folder: Path) -> None:
@@ -202,6 +204,10 @@ class Trainer:
         load_moments(folder, self._moments())
         self.step = self.optimizer.steps_done = int(state["step"])
         self.last_loss = float(state["loss"])
+
+    def _tokenizer_files(self) -> dict[str, str]:
+        names = ("tokenizer.json", "tokenizer_config.json")
+        return {name: (self.tokens.folder / name).read_text(encoding="utf-8") for name in names}
 
     def _moments(self) -> dict[str, Tensor]:
         moments = (("first", self.optimizer.first), ("second", self.optimizer.second))

@@ -44,6 +44,7 @@ class Membership:
         self.welcome: dict[str, Any] = welcome
         self.timeout = timeout
         self.stop = threading.Event()
+        self._leaving = False
         self._words: queue.SimpleQueue[tuple[str, list[str]]] = queue.SimpleQueue()
         self.control.link.socket.settimeout(None)
         threading.Thread(target=self._listen, name="andon-control", daemon=True).start()
@@ -57,6 +58,8 @@ class Membership:
                 elif message["kind"] == "stop":
                     self.stop.set()
         except GroupError as error:
+            if self._leaving:
+                return
             # Without a coordinator nobody would end this process: leave, the last checkpoint stands.
             print(f"rank {self.rank}: the coordinator is gone ({error})", file=sys.stderr, flush=True)
             os._exit(EXIT_USER_ERROR)
@@ -71,6 +74,11 @@ class Membership:
             raise GroupTimeout(COORDINATOR, f"waiting for '{topic}'", time.monotonic() - started) from None
         assert heard == topic, (heard, topic)
         return words
+
+    def leave(self) -> None:
+        """Say goodbye: from here on the coordinator may go."""
+        self._leaving = True
+        self.control.send("bye")
 
     def emit(self, said: Event) -> None:
         """Report an event."""
@@ -111,7 +119,7 @@ def work(membership: Membership) -> int:
         if membership.rank == 0:
             membership.emit(event("halt", **halt.fields()))
         return EXIT_HALTED
-    membership.control.send("bye")
+    membership.leave()
     return 0
 
 

@@ -1,15 +1,15 @@
 """The built-in corpus: a seeded grammar of tiny stories, and the checker that knows its every sentence.
 
 A *plot* is a fixed row of sentences, and each sentence has a few *templates* that say it differently.
-A template is a row of words, some of which are *slots*. A slot of the *cast* (the hero, the companion, a
-toy) is chosen once and keeps its value in the whole story, an *agreeing* slot (he, his) follows from the
-hero, and a *local* slot (the weather, a feeling) is chosen anew wherever it stands. All choices are
-uniform. They are the digits of one large number, the hash of the seed and the index: divide by the number
-of options, and the remainder picks one.
+A template is a row of words, some of which are *slots*. A slot of the *cast* (the hero, the colour) is
+chosen once and keeps its value in the whole story; a *follower* is settled by one of the cast (Mia is a
+"she", has Pip the dog, and what is red is a car); a *local* slot (the weather, a feeling) is chosen anew
+wherever it stands. All choices are uniform. They are the digits of one large number, the hash of the seed
+and the index: divide by the number of options, and the remainder picks one.
 
-The checker walks the same templates. Every value is one word, and no two templates that could stand in the
-same sentence can say the same words, so a text has at most one derivation. That makes checking linear, and
-makes the entropy of the texts the sum of the entropies of the choices.
+The checker walks the same templates. Every value is one word, no two templates of a sentence can say the
+same words, and no two plots can tell the same story, so a text has at most one derivation. That makes
+checking linear, and makes the entropy of the texts the sum of the entropies of the choices.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from math import log
 from typing import NamedTuple
 
 from andon.data import story_words
-from andon.data.story_words import AGREEING, BOYS, CAST, LOCAL
+from andon.data.story_words import CAST, FOLLOWERS, LOCAL
 
-VALUES = CAST | AGREEING | LOCAL
+VALUES = CAST | {slot: values for slot, (_, values) in FOLLOWERS.items()} | LOCAL
 
 
 class Word(NamedTuple):
@@ -65,18 +65,21 @@ def compile_template(text: str) -> Template:
 def compile_plot(sentences: story_words.Sentences) -> Plot:
     """A plot from the texts of its templates, with only the cast that they mention."""
     compiled = tuple(tuple(compile_template(text) for text in texts) for texts in sentences)
-    mentioned = {slot for templates in compiled for template in templates for slot in template.slots}
-    return Plot(tuple(slot for slot in CAST if slot in mentioned), compiled)
+    slots = {slot for templates in compiled for template in templates for slot in template.slots}
+    leaders = {FOLLOWERS[slot][0] for slot in slots & FOLLOWERS.keys()}
+    return Plot(tuple(slot for slot in CAST if slot in slots | leaders), compiled)
 
 
 PLOTS = tuple(
     compile_plot(story_words.OPENING + middle + story_words.CLOSING) for middle in story_words.PLOTS.values()
 )
 
-
-def agreeing(hero: str) -> dict[str, str]:
-    """The words that follow from the hero."""
-    return {slot: boy if hero in BOYS else girl for slot, (boy, girl) in AGREEING.items()}
+# What follows from each value of the cast.
+FOLLOWING = {
+    value: {slot: values[place] for slot, (leader, values) in FOLLOWERS.items() if leader == member}
+    for member, options in CAST.items()
+    for place, value in enumerate(options)
+}
 
 
 def tell(number: int) -> str:
@@ -86,26 +89,27 @@ def tell(number: int) -> str:
     cast = {}
     for slot in plot.cast:
         number, choice = divmod(number, len(CAST[slot]))
-        cast[slot] = CAST[slot][choice]
-    cast |= agreeing(cast["hero"])
+        value = CAST[slot][choice]
+        cast[slot] = value
+        cast.update(FOLLOWING[value])
     said = []
     for templates in plot.sentences:
         number, choice = divmod(number, len(templates))
         template = templates[choice]
         values = []
         for slot in template.slots:
-            if slot in LOCAL:
+            if slot in cast:
+                values.append(cast[slot])
+            else:
                 number, choice = divmod(number, len(LOCAL[slot]))
                 values.append(LOCAL[slot][choice])
-            else:
-                values.append(cast[slot])
         said.append(template.pattern % tuple(values))
     return " ".join(said)
 
 
 def story(seed: int, index: int) -> str:
     """The index-th story of a seed."""
-    digest = blake2b(f"{seed} {index}".encode(), digest_size=32).digest()
+    digest = blake2b(f"{seed} {index}".encode(), digest_size=16).digest()
     return tell(int.from_bytes(digest, "little"))
 
 
@@ -128,10 +132,10 @@ def contradiction(template: Template, words: list[str], cast: dict[str, str]) ->
             continue
         value = values[word]
         if cast.setdefault(slot, value) != value:
-            role = "hero" if slot in AGREEING else slot
-            return f"the {role} is {cast[role]} but the story says '{value}'"
-        if slot == "hero":
-            cast |= agreeing(value)
+            leader = FOLLOWERS[slot][0] if slot in FOLLOWERS else slot
+            return f"the {leader} is {cast[leader]} but the story says '{value}'"
+        if slot in CAST:
+            cast |= FOLLOWING[value]
     return None
 
 

@@ -1,66 +1,70 @@
 """The words and sentences of the built-in stories; `stories.py` says how they are put together.
 
-Each value of a slot is one word, each sentence ends with its only full stop, and no value needs "an".
+Each value of a slot is one word, each sentence ends with its only full stop, and no value needs "an". Only
+the hero and the colour must be remembered, and most words that come back follow from them, so that a small
+model learns to keep a story straight within a few million tokens.
 """
 
 from __future__ import annotations
 
-GIRLS = ("Anna", "Ella", "Emma", "Lily", "Mia", "Nora", "Ruby", "Zoe")
-BOYS = ("Adam", "Ben", "Finn", "Jack", "Leo", "Noah", "Sam", "Tom")
-
-# Words that follow from the hero: for a boy, for a girl.
-AGREEING = {
-    "he": ("he", "she"),
-    "He": ("He", "She"),
-    "him": ("him", "her"),
-    "his": ("his", "her"),
-    "child": ("boy", "girl"),
-}
-
 # Chosen once in a story that mentions them.
 CAST = {
-    "hero": GIRLS + BOYS,
-    "pal": ("Bo", "Button", "Coco", "Dot", "Fizz", "Hazel", "Nibs", "Pepper", "Pip", "Waffle"),
-    "pet": ("cat", "dog", "duck", "fox", "goat", "lamb", "pony", "rabbit"),
-    "place": ("field", "forest", "garden", "meadow", "orchard", "park", "valley", "village"),
-    "colour": ("blue", "brown", "green", "pink", "purple", "red", "white", "yellow"),
-    "elder": ("Dad", "Grandma", "Grandpa", "Mom"),
-    "toy": ("ball", "bell", "boat", "car", "drum", "flute", "kite", "train"),
-    "cover": ("blanket", "cape", "coat", "scarf", "tent", "umbrella"),
-    "gift": ("bowl", "card", "hat", "lamp", "mask", "scarf"),
-    "ride": ("bike", "cart", "scooter", "sled"),
-    "flower": ("bean", "daisy", "melon", "pumpkin", "rose", "tulip"),
-    "pot": ("bowl", "box", "bucket", "cup", "pot", "tub"),
-    "basket": ("bag", "basket", "bowl", "box", "bucket"),
-    "treat": ("berries", "cherries", "cookies", "grapes", "nuts", "pears", "plums"),
-    "guest": ("bird", "frog", "hen", "mouse", "turtle", "squirrel"),
+    "hero": ("Anna", "Emma", "Lily", "Mia", "Ruby", "Zoe", "Ben", "Finn", "Jack", "Leo", "Sam", "Tom"),
+    "colour": ("blue", "green", "pink", "red", "white", "yellow"),
+}
+
+# What follows from a member of the cast: from which, and the word for each of its values in order.
+FOLLOWERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "he": ("hero", ("she",) * 6 + ("he",) * 6),
+    "He": ("hero", ("She",) * 6 + ("He",) * 6),
+    "him": ("hero", ("her",) * 6 + ("him",) * 6),
+    "his": ("hero", ("her",) * 6 + ("his",) * 6),
+    "child": ("hero", ("girl",) * 6 + ("boy",) * 6),
+    "pal": (
+        "hero",
+        ("Dot", "Bo", "Coco", "Pip", "Fizz", "Button", "Gus", "Nibs", "Waffle", "Moe", "Tuffy", "Pepper"),
+    ),
+    "pet": (
+        "hero",
+        ("cat", "pony", "rabbit", "dog", "duck", "goat", "cat", "rabbit", "dog", "pony", "duck", "goat"),
+    ),
+    "elder": ("hero", ("Mom", "Dad", "Grandma", "Grandpa") * 3),
+    "toy": ("colour", ("boat", "train", "ball", "car", "kite", "drum")),
+    "cover": ("colour", ("coat", "tent", "blanket", "scarf", "blanket", "coat")),
+    "gift": ("colour", ("bowl", "hat", "scarf", "card", "hat", "card")),
+    "ride": ("colour", ("bike", "cart", "sled", "cart", "sled", "bike")),
+    "pot": ("colour", ("bowl", "pot", "cup", "box", "cup", "pot")),
+    "basket": ("colour", ("bag", "basket", "box", "bowl", "bag", "basket")),
+    "treat": ("colour", ("plums", "grapes", "cookies", "berries", "nuts", "pears")),
 }
 
 # Chosen anew wherever they stand.
 LOCAL = {
-    "weather": ("bright", "calm", "cool", "mild", "quiet", "sunny", "warm", "windy"),
+    "weather": ("bright", "calm", "cool", "quiet", "sunny", "warm"),
     "time": ("afternoon", "day", "evening", "morning"),
-    "kind": ("brave", "cheerful", "clever", "gentle", "kind", "quiet", "smart", "sweet"),
-    "size": ("funny", "gentle", "little", "playful", "sleepy", "small", "tiny", "young"),
-    "happy": ("cheerful", "glad", "happy", "joyful", "proud", "thankful"),
-    "sad": ("gloomy", "sad", "unhappy", "upset", "worried"),
-    "softly": ("gently", "kindly", "quietly", "softly", "sweetly", "warmly"),
-    "slowly": ("calmly", "carefully", "gently", "patiently", "slowly"),
+    "place": ("field", "forest", "garden", "meadow", "park", "valley"),
+    "kind": ("brave", "clever", "gentle", "kind", "quiet", "sweet"),
+    "size": ("funny", "gentle", "little", "playful", "small", "young"),
+    "happy": ("cheerful", "glad", "happy", "proud"),
+    "sad": ("sad", "unhappy", "upset", "worried"),
+    "softly": ("gently", "kindly", "softly", "warmly"),
+    "slowly": ("carefully", "gently", "slowly"),
     "near": ("behind", "beside", "near", "under"),
-    "hide": ("bush", "fence", "hedge", "log", "rock", "tree"),
-    "spot": ("barrel", "bench", "bridge", "gate", "wagon"),
-    "tiny": ("little", "small", "tiny", "young"),
-    "critter": ("bird", "frog", "hen", "mouse", "turtle", "squirrel"),
-    "glue": ("glue", "rope", "string", "tape", "wire", "wood"),
-    "soft": ("grass", "hay", "leaves", "mud", "sand", "straw"),
-    "stone": ("log", "rock", "root", "stick", "stone"),
-    "dark": ("cloudy", "dark", "gray", "stormy"),
-    "loud": ("deep", "loud", "strange", "sudden"),
-    "good": ("clever", "good", "great", "lovely", "wonderful"),
-    "song": ("cheerful", "funny", "happy", "little", "silly"),
-    "pretty": ("bright", "lovely", "pretty", "tall", "wonderful"),
-    "look": ("dig", "look", "search", "sniff"),
-    "food": ("bread", "cake", "milk", "pie", "rice", "soup", "toast"),
+    "hide": ("bush", "fence", "log", "rock", "tree"),
+    "spot": ("bench", "bridge", "gate", "wagon"),
+    "tiny": ("little", "small", "tiny"),
+    "flower": ("bean", "daisy", "rose", "tulip"),
+    "critter": ("bird", "frog", "hen", "mouse", "turtle"),
+    "glue": ("glue", "paper", "string", "tape"),
+    "soft": ("grass", "hay", "leaves", "mud"),
+    "stone": ("log", "rock", "stick"),
+    "dark": ("dark", "gray"),
+    "loud": ("funny", "loud", "strange"),
+    "good": ("good", "great", "lovely"),
+    "song": ("cheerful", "funny", "happy", "little"),
+    "pretty": ("bright", "lovely", "pretty"),
+    "look": ("dig", "look", "search"),
+    "food": ("bread", "cake", "pie", "soup"),
     "sweet": ("happy", "lovely", "quiet", "sweet"),
 }
 
@@ -87,7 +91,7 @@ CLOSING: Sentences = (
         "At home, {hero} and {pal} had warm {food} and {sweet} dreams.",
         "Then {hero} and {pal} went home and ate warm {food}.",
         "From that day on, {hero} and {pal} always helped each other.",
-        "It was a {good} {time} for {hero} and {pal} the {pet}.",
+        "It was a {good} day for {hero} and {pal} the {pet}.",
     ),
 )
 
@@ -102,12 +106,12 @@ PLOTS: dict[str, Sentences] = {
         (
             "But soon the {colour} {toy} was gone, and {hero} felt {sad}.",
             "Then {he} looked around, and the {colour} {toy} was gone.",
-            "Suddenly {hero} could not find the {colour} {toy}.",
+            "Then {hero} could not find the {colour} {toy}.",
         ),
         (
             "{He} looked {near} a {hide} and {near} a {spot}, but it was not there.",
             "{hero} looked {near} every {hide}, but there was no {toy}.",
-            'They searched {near} a {hide}, and {hero} called, "Where is my {toy}?" again and again.',
+            'They looked {near} a {hide}, and {hero} called, "Where is my {toy}?" again and again.',
         ),
         (
             '"Please help me, {pal}," said {hero} {softly}.',
@@ -133,12 +137,12 @@ PLOTS: dict[str, Sentences] = {
         ),
         (
             "But the {colour} {toy} fell on a {stone} and broke.",
-            "Then {he} tripped over a {stone}, and the {colour} {toy} broke.",
+            "Then {he} fell over a {stone}, and the {colour} {toy} broke.",
             "All at once, the {colour} {toy} fell down and broke.",
         ),
         (
-            "{hero} felt {sad}, and {pal} sat {softly} by {his} side.",
-            "{He} felt so {sad} that {he} almost cried.",
+            "{hero} felt {sad}, and {pal} sat beside {him}.",
+            "{He} felt so {sad} that {he} cried.",
             '"Oh no!" cried {hero}, who felt very {sad}.',
         ),
         (
@@ -159,7 +163,7 @@ PLOTS: dict[str, Sentences] = {
     ),
     "rain": (
         (
-            "Soon the sky turned {dark}, and rain began to fall.",
+            "Soon the sky was {dark}, and the rain began.",
             "Then the sky was {dark}, and it began to rain.",
             "All at once, it began to rain on {hero} and {pal}.",
         ),
@@ -170,8 +174,8 @@ PLOTS: dict[str, Sentences] = {
         ),
         (
             "{He} had a {colour} {cover} in {his} bag.",
-            "Then {he} remembered the {colour} {cover} in {his} bag.",
-            "Luckily, {hero} had brought a {colour} {cover} from home.",
+            "Then {hero} found a {colour} {cover} in {his} bag.",
+            "But {hero} had brought a {colour} {cover} from home.",
         ),
         (
             "{hero} held the {colour} {cover} over {pal} and waited.",
@@ -179,30 +183,30 @@ PLOTS: dict[str, Sentences] = {
             "{hero} and {pal} sat close together under the {colour} {cover}.",
         ),
         (
-            "They sang a {song} song and listened to the rain.",
+            "They sang a {song} song and waited for the sun.",
             "{hero} sang a {song} song to {pal} until the rain stopped.",
             "{He} told {pal} a {song} story about a {critter} in the rain.",
         ),
         (
-            "Then the sun came out, and a {pretty} rainbow stood over the {place}.",
-            "At last the sun came back to the {place}, and they felt {happy}.",
-            "Soon {hero} and {pal} were jumping in the puddles of the {place}.",
+            "Then the sun came out, and a {pretty} rainbow stood over them.",
+            "At last the sun came back, and {hero} and {pal} felt {happy}.",
+            "Soon the rain was gone, and {hero} and {pal} played again.",
         ),
     ),
     "gift": (
         (
-            "It was the birthday of {elder}, and {hero} wanted to give something.",
+            "It was the birthday of {elder}, and {hero} had no gift.",
             "{hero} wanted to find a gift for {elder}.",
-            "{He} thought about {elder}, who had a birthday.",
+            "There {he} thought about a gift for {elder}.",
         ),
         (
-            "But {he} had no money, and that made {him} {sad}.",
+            "But {he} had no idea, and that made {him} {sad}.",
             "{He} thought and thought and felt {sad}.",
             '"What can I give to {elder}?" {hero} asked {pal} {softly}.',
         ),
         (
             "Then {pal} found some {glue}, and {hero} had a {good} idea.",
-            "The {size} {pet} came with some {glue}, which was a {good} idea.",
+            "The {size} {pet} came with some {glue}, and {hero} had a {good} idea.",
             "Then {hero} saw some {glue} {near} a {spot} and had a {good} idea.",
         ),
         (
@@ -224,23 +228,23 @@ PLOTS: dict[str, Sentences] = {
     "scared": (
         (
             "There they heard a {loud} noise {near} a {hide}.",
-            "Suddenly there was a {loud} noise {near} a {spot}.",
+            "Then there was a {loud} noise {near} a {spot}.",
             "Then a {loud} noise came from the {hide}.",
         ),
         (
             "{pal} was scared and hid behind {hero}.",
-            "The {size} {pet} began to shake and would not move.",
+            "The {size} {pet} was scared and sat {near} a {hide}.",
             "Poor {pal} was so scared that {hero} felt {sad}.",
         ),
         (
-            '"Do not be afraid, {pal}," said {hero} {softly}.',
+            '"Do not be scared, {pal}," said {hero} {softly}.',
             '"I am here with you," {hero} told {pal} {softly}.',
             "{hero} hugged the {pet} and sang a {song} song.",
         ),
         (
             "{He} put a {colour} {cover} around {pal}.",
             "{hero} {slowly} put {his} {colour} {cover} over the {pet}.",
-            "Under the {colour} {cover}, {pal} felt warm and safe.",
+            "Under a {colour} {cover}, {pal} felt warm and safe.",
         ),
         (
             "Then they looked and saw that it was only a {tiny} {critter}.",
@@ -248,31 +252,31 @@ PLOTS: dict[str, Sentences] = {
             '"Look, {pal}, it is only a {tiny} {critter}!" said {hero}.',
         ),
         (
-            "{hero} laughed, and {pal} jumped out of the {colour} {cover}.",
+            "{hero} smiled, and {pal} came out of the {colour} {cover}.",
             "{pal} was not scared anymore, and {hero} was {happy}.",
-            "They all played in the {place} and felt {happy}.",
+            "Soon {hero} and {pal} played again and felt {happy}.",
         ),
     ),
     "seed": (
         (
-            "{hero} found a {flower} seed {near} a {hide}.",
-            "There {pal} found a {flower} seed {near} a {spot}.",
-            "{elder} gave {him} a {flower} seed to grow.",
+            "{hero} found a {tiny} seed {near} a {hide}.",
+            "There {pal} found a {tiny} seed {near} a {spot}.",
+            "{hero} had a {tiny} seed and wanted to make it grow.",
         ),
         (
             "{He} {slowly} put the seed in a {colour} {pot}.",
-            "{hero} took a {colour} {pot} and put the seed inside.",
-            "With some help from {pal}, {he} filled a {colour} {pot}.",
+            "{hero} took a {colour} {pot} and put the seed in it.",
+            "With some help from {pal}, {he} put it in a {colour} {pot}.",
         ),
         (
             "But for many days nothing came up, and {hero} felt {sad}.",
-            "{He} waited and waited, but there was no {flower}.",
-            '"Will my {flower} ever grow?" asked {hero}, who was {sad}.',
+            "{He} waited and waited, but there was no flower.",
+            '"Will my seed grow?" asked {hero}, who was {sad}.',
         ),
         (
             "{pal} sat by the {colour} {pot} and waited too.",
             '"We must wait," {he} told {pal} {softly}.',
-            "The {size} {pet} stayed beside the {colour} {pot} all day.",
+            "The {size} {pet} sat beside the {colour} {pot} all day.",
         ),
         (
             "Every {time}, {hero} gave the seed some water.",
@@ -281,40 +285,40 @@ PLOTS: dict[str, Sentences] = {
         ),
         (
             "Then, one {weather} {time}, a {pretty} {flower} stood in the {colour} {pot}.",
-            '"Look, {pal}, my {flower} is here!" said {hero}, who was {happy}.',
+            '"Look, {pal}, it is a {flower}!" said {hero}, who was {happy}.',
             "At last there was a {pretty} {flower}, and {hero} felt {happy}.",
         ),
     ),
     "share": (
         (
-            "{hero} carried a {colour} {basket} full of {treat}.",
-            "{He} had some {treat} in a {colour} {basket}.",
-            "They took along a {colour} {basket} with {treat} from {elder}.",
+            "{hero} carried a {colour} {basket} with some {treat}.",
+            "There {he} opened a {colour} {basket} of {treat}.",
+            "They took along a {colour} {basket} full of {treat}.",
         ),
         (
-            "There they met a {tiny} {guest} {near} a {hide}.",
-            "Soon a {tiny} {guest} came out from {near} a {spot}.",
-            "Then {pal} saw a {tiny} {guest} who was {sad}.",
+            "There they met a {tiny} {critter} {near} a {hide}.",
+            "Soon a {tiny} {critter} came and sat {near} a {spot}.",
+            "Then {pal} saw a {tiny} {critter} who was {sad}.",
         ),
         (
-            '"May I have some {treat}?" asked the {guest} {softly}.',
-            "The {guest} looked at the {treat} and was very hungry.",
-            '"I am so hungry," the {guest} told {hero} {softly}.',
+            '"Can I have some {treat}?" asked the little one {softly}.',
+            "The little one looked at the {treat} and was very hungry.",
+            '"I am so hungry," the little one told {hero} {softly}.',
         ),
         (
             "At first {hero} wanted to keep all the {treat}.",
             "{hero} did not have many {treat} and felt {sad}.",
-            "{He} looked at the {colour} {basket} and thought about it.",
+            "{hero} looked at the {colour} {basket} and thought about it.",
         ),
         (
-            "Then {he} smiled and gave the {guest} some {treat}.",
+            "Then {he} smiled and gave the little one some {treat}.",
             '"We can share," said {hero} and opened the {colour} {basket}.',
-            "{pal} gave the {colour} {basket} a push, and {hero} shared the {treat}.",
+            "{pal} looked at the {colour} {basket}, and {hero} shared the {treat}.",
         ),
         (
-            "They all ate {treat} together, and the {guest} was {happy}.",
-            '"Thank you, {hero}!" said the {guest}, who was {happy}.',
-            "Now {hero} and {pal} had a new friend, the {guest}.",
+            "They all ate {treat} together, and the little one was {happy}.",
+            '"Thank you, {hero}!" said the little one, who was {happy}.',
+            "Now {hero} and {pal} had a {good} new friend.",
         ),
     ),
     "ride": (
@@ -326,7 +330,7 @@ PLOTS: dict[str, Sentences] = {
         (
             "{He} tried to ride it but fell in the {soft}.",
             "But {hero} fell off the {colour} {ride} and sat in the {soft}.",
-            "The {colour} {ride} hit a {stone}, and {he} fell in the {soft}.",
+            "The {colour} {ride} fell over a {stone}, and {he} sat in the {soft}.",
         ),
         (
             '"It is too hard," said {hero}, who felt {sad}.',
@@ -344,7 +348,7 @@ PLOTS: dict[str, Sentences] = {
             "{He} was brave and {slowly} tried again.",
         ),
         (
-            "This time {he} rode the {colour} {ride} around the {place}.",
+            "This time {he} rode the {colour} {ride} around and around.",
             '"Look, {elder}, I can ride!" called {hero}, who was {happy}.',
             "Soon the {colour} {ride} went fast, and {hero} felt {happy}.",
         ),

@@ -1,0 +1,61 @@
+"""Running the real command line in a temporary folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SMALL = [
+    *("--model.vocab=300", "--model.hidden=32", "--model.layers=2", "--model.heads=2", "--model.kv_heads=1"),
+    *("--model.intermediate=48", "--train.context=32", "--train.micro_batch=2", "--train.slots=4"),
+    *("--train.steps=6", "--data.stories=300", "--eval.windows=8", "--eval.stories=4"),
+    *("--eval.sample_every=0", "--optim.warmup=2", "--group.timeout=20", "--device=cpu"),
+]
+"""A model small enough that a run takes a moment."""
+
+
+def environment(cwd: Path) -> dict[str, str]:
+    """The test's own cache, and no terminal."""
+    return {**os.environ, "XDG_CACHE_HOME": str(cwd / "cache"), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    """Start `andon …` in a folder."""
+    command = [sys.executable, "-m", "andon", *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def andon(*arguments: str, cwd: Path, timeout: float = 100) -> tuple[int, str]:
+    """Run `andon …` to its end: exit code and output."""
+    with start(*arguments, cwd=cwd) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return process.returncode, output
+
+
+def train(*arguments: str, cwd: Path, name: str = "run") -> dict[str, Any]:
+    """A small training run that must succeed: its summary."""
+    code, output = andon("train", *SMALL, f"--run.dir={name}", *arguments, cwd=cwd)
+    assert code == 0, output
+    return summary(cwd / name)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The summary of a run."""
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [said for said in map(json.loads, lines) if said["event"] == kind]

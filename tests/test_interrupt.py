@@ -1,0 +1,146 @@
+"""Interruptions: kill -9 at any moment, Ctrl-C, and the same command again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs import SMALL, events, start, summary, train
+
+SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
+COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "60")
+RUN = [*SMALL, "--train.steps=12", "--checkpoint.every=2", "--workers=2", "--run.dir=run"]
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], deadline: float = 60) -> None:
+    """Wait until a run has done a step (or has ended)."""
+    until = time.monotonic() + deadline
+    while time.monotonic() < until and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and any(
+            said["step"] >= step for said in events_so_far(folder)
+        ):
+            return
+        time.sleep(0.01)
+    assert process.poll() is not None, f"no step {step} within {deadline} s"
+
+
+def events_so_far(folder: Path) -> list[dict[str, int]]:
+    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    return [said for said in map(json.loads, lines) if said["event"] == "step"]
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=90)
+    return output
+
+
+def test_ctrl_c_saves_once_and_leaves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    whole = train("--train.steps=40", cwd=tmp_path, name="whole")
+    command = ["train", *SMALL, "--train.steps=40", "--workers=2", "--run.dir=run", "--checkpoint.every=0"]
+    process = start(*command, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 0 and "Stopped and saved at step" in output, output
+    (stopped,) = events(tmp_path / "run", "stopped")
+    assert 3 <= stopped["step"] < 40
+    assert not (tmp_path / "run" / "summary.json").exists()
+    process = start(*command, cwd=tmp_path)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert summary(tmp_path / "run")["weights_blake3"] == whole["weights_blake3"]
+
+
+def test_a_second_ctrl_c_quits_at_once_and_leaves_no_process(tmp_path: Path) -> None:
+    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 2, process)
+    workers = workers_of(process)
+    for worker in workers:
+        worker.suspend()  # so that the first one cannot be obeyed
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    while "Once more quits" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    finish(process)
+    assert process.returncode == 1
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 2, process)
+    workers = workers_of(process)
+    assert len(workers) == 2
+    process.kill()
+    finish(process)
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+
+
+def test_a_killed_worker_ends_the_run_with_a_reason(tmp_path: Path) -> None:
+    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 2, process)
+    workers_of(process)[1].kill()
+    output = finish(process)
+    assert process.returncode == 1 and "rank" in output.lower(), output
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    command = ["train", *SMALL, "--train.steps=100000", "--run.dir=run"]
+    process = start(*command, cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 1, process)
+    second = start(*command, cwd=tmp_path)
+    output = finish(second)
+    assert second.returncode == 1 and f"Process {process.pid} is training there" in output, output
+    process.send_signal(signal.SIGINT)
+    finish(process)
+
+
+def kill_and_go_on(folder: Path, rounds: int, seed: int) -> None:
+    """Kill a run at random moments, launcher or one worker, always start it again, and look at its end."""
+    whole = train(*RUN[len(SMALL) : -1], cwd=folder, name="whole")
+    chance = random.Random(seed)
+    kills = 0
+    while kills < rounds:
+        process = start("train", *RUN, cwd=folder)
+        wait_for_step(folder / "run", chance.randrange(0, 12), process)
+        time.sleep(chance.random() * 0.3)  # any moment: inside a step, a save, a rename
+        victims = [process.pid, *(worker.pid for worker in workers_of(process))]
+        if process.poll() is None:
+            os.kill(chance.choice(victims), signal.SIGKILL)
+            kills += 1
+        finish(process)
+        if (folder / "run" / "summary.json").exists():
+            assert summary(folder / "run")["weights_blake3"] == whole["weights_blake3"]
+            (folder / "run").rename(folder / f"finished-{kills}")
+    process = start("train", *RUN, cwd=folder)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert summary(folder / "run")["weights_blake3"] == whole["weights_blake3"]
+
+
+@pytest.mark.timeout(240)
+def test_kill_9_at_random_moments_never_changes_the_answer(tmp_path: Path) -> None:
+    kill_and_go_on(tmp_path, rounds=4, seed=SEED)
+
+
+@pytest.mark.soak
+def test_kill_9_at_many_random_moments_never_changes_the_answer(tmp_path: Path) -> None:
+    kill_and_go_on(tmp_path, rounds=COUNT, seed=SEED)
