@@ -72,9 +72,10 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
     Without either, trains on the built-in stories. Any configuration key can be given as --section.key value
     (`andon config show` lists them): --workers 2 --optim.lr 3e-4 --train.steps=100
     """
+    config = _config(context.args)
     from andon.cluster.launch import train as launch
 
-    sys.exit(launch(_config(context.args), resume, _console()))
+    sys.exit(launch(config, resume, _console()))
 
 
 @app.command(context_settings=ANY)

@@ -120,8 +120,10 @@ class EvalConfig(Section):
     """Validate every so many steps, and at the end; 0: only at the end."""
     windows: PositiveInt = 64
     """How many held-out windows to validate on."""
-    sample_every: float = Field(5.0, ge=0)
+    sample_every: float = Field(30.0, ge=0)
     """Show a sample about every so many seconds; 0: never."""
+    temperature: float = Field(0.8, ge=0)
+    """Temperature of samples; 0 always takes the likeliest token."""
     stories: NonNegativeInt = 64
     """How many samples the valid share of the built-in stories is taken over."""
 
@@ -193,8 +195,10 @@ class Config(Section):
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "tiny": {
-        "train": {"steps": 400, "slots": 8, "micro_batch": 8},
-        "optim": {"lr": 4e-3, "warmup": 20, "final_lr": 0.05},
+        "train": {"steps": 800, "slots": 4, "micro_batch": 4},
+        "optim": {"lr": 4e-3, "warmup": 40, "final_lr": 0.05},
+        "eval": {"every": 200, "sample_every": 5.0},
+        "checkpoint": {"every": 200},
     },
     "30m": {"train": {"micro_batch": 4}, "optim": {"lr": 1e-3}},
     "124m": {"train": {"slots": 16}, "optim": {"lr": 6e-4, "warmup": 500}},

@@ -63,6 +63,7 @@ class Display:
         self.sample = ""
         self.started = 0.0
         self.first_step = 0
+        self.floor = ""
         self._last_line = 0.0
         self._progress = Progress(
             TextColumn("[bold]step {task.completed:>5,.0f}/{task.total:,.0f}"),
@@ -91,6 +92,7 @@ class Display:
 
     def _on_start(self, said: Event) -> None:
         self.started, self.first_step = time.monotonic(), said["step"]
+        self.floor = f" (floor {said['floor']:.3f})" if said["floor"] else ""
         if said["step"]:
             self.console.print(f"Going on from step {said['step']:,}", style="dim")
         self._task = self._progress.add_task(
@@ -103,7 +105,7 @@ class Display:
     def _on_step(self, said: Event) -> None:
         elapsed = time.monotonic() - self.started
         left = (self.config.train.steps - said["step"]) * elapsed / max(1, said["step"] - self.first_step)
-        self.facts["loss"] = f"{said['loss']:.4f}"
+        self.facts["loss"] = f"{said['loss']:.4f}" + self.floor
         self.facts["tokens/s"] = f"{said['tokens_per_s']:,.0f}"
         self.facts["lr"] = f"{said['lr']:.2e}"
         self.facts["grad norm"] = f"{said['grad_norm']:.3f}"
@@ -136,7 +138,9 @@ class Display:
 
     def _on_stopped(self, said: Event) -> None:
         self.close()
-        self.console.print(f"Stopped and saved at step {said['step']:,}. The same command goes on from there.")
+        self.console.print(
+            f"Stopped and saved at step {said['step']:,}. The same command goes on from there."
+        )
 
     def _on_halt(self, said: Event) -> None:
         self.close()

@@ -26,7 +26,6 @@ class TextTokenizer(Protocol):
 
     @property
     def end(self) -> int: ...
-    def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
 
 
@@ -49,15 +48,11 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / math.log(2) / bytes_per_token
 
 
-def write(
-    model: Llama, tokenizer: TextTokenizer, prompt: str = "", count: int = 1, length: int = 0, seed: int = 0
-) -> list[str]:
-    """Texts that go on from a prompt, each up to the end token."""
-    start = [tokenizer.end, *tokenizer.encode(prompt)][-model.shape.context + 1 :]
-    rows = sample(
-        model, [start] * count, tokenizer.end, length or model.shape.context - len(start), seed=seed
-    )
-    return [prompt + tokenizer.decode(row) for row in rows]
+def write(model: Llama, tokenizer: TextTokenizer, count: int, temperature: float, seed: int) -> list[str]:
+    """Texts from nothing, each up to the end token or one context long."""
+    start = [[tokenizer.end]] * count
+    rows = sample(model, start, tokenizer.end, model.shape.context - 1, temperature, seed)
+    return [tokenizer.decode(row) for row in rows]
 
 
 @dataclass(frozen=True)

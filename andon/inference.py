@@ -50,9 +50,8 @@ def evaluate(folder: Path, windows: int, console: Console) -> None:
     console.print(f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte")
     if config.data.corpus == ("stories",):
         with torch.no_grad():
-            texts = evaluation.write(
-                model, tokens.tokenizer(), count=config.eval.stories or 64, seed=config.seed
-            )
+            count = config.eval.stories or 64
+            texts = evaluation.write(model, tokens.tokenizer(), count, config.eval.temperature, config.seed)
         training = set(stories.stories(config.seed, config.data.stories))
         score = evaluation.story_score(texts, training.__contains__)
         console.print(

@@ -158,10 +158,16 @@ class Trainer:
             self.write(self.config.eval.stories, self.config.seed), training.__contains__
         )
 
+    def floor(self) -> float | None:
+        """The least loss that the built-in stories allow: the grammar's entropy per token."""
+        if self.config.data.corpus != ("stories",):
+            return None
+        return stories.entropy() * self.config.data.stories / self.tokens.tokens
+
     def write(self, count: int, seed: int) -> list[str]:
         """Sample texts from the model as it is."""
         with self.autocast():
-            return evaluation.write(self.model, self.tokenizer, count=count, seed=seed)
+            return evaluation.write(self.model, self.tokenizer, count, self.config.eval.temperature, seed)
 
     def save(self, emit: Emit) -> None:
         """Save a checkpoint of the current step; rank 0 writes, the others wait until it is on disk."""

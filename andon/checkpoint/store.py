@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -56,10 +56,10 @@ class Store:
                 )
                 for name, text in snapshot.files.items():
                     (temporary / name).write_text(text, encoding="utf-8")
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise UserError(
                 f"Checkpoint {snapshot.step} could not be written to {final}",
-                f"{error.strerror or error}",
+                str(error),
                 "Free some space or choose another --run.dir; the earlier checkpoints are intact",
             ) from error
         self.prune()

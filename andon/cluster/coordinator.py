@@ -18,6 +18,8 @@ from andon.group.base import GroupError, ProtocolError
 from andon.group.link import Link
 from andon.metrics import Emit, event
 
+FREE_SPACE = "Free some space or choose another --run.dir; the checkpoints are intact"
+
 
 class Coordinator:
     """Serves the workers of one run; `on_event` is told what happens."""
@@ -52,6 +54,10 @@ class Coordinator:
             rank = self._admit(control)
             while self._handle(rank, control.receive()):
                 pass
+        except OSError as error:  # from whoever records the events: the disk is full, the folder is gone
+            with self._lock:
+                self.failures.append(UserError("The run's events cannot be written", str(error), FREE_SPACE))
+            self.stop()
         except GroupError as error:
             # The worker's process is watched by whoever started it; here only the connection ends.
             self.on_event(event("link", detail=str(error)))

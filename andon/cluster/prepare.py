@@ -27,7 +27,10 @@ def prepare_tokens(config: Config, console: Console) -> TokenSet:
                 tasks[phase] = bar.add_task(phase, total=total or None)
             bar.update(tasks[phase], completed=done)
 
-        return prepare(corpus, config.data.cache.expanduser(), progress)
+        tokens = prepare(corpus, config.data.cache.expanduser(), progress)
+    if replaced := tokens.meta["replaced"]:
+        console.print(f"{replaced:,} places were no valid UTF-8 and read as U+FFFD", style="yellow")
+    return tokens
 
 
 def show_tokens(tokens: TokenSet, console: Console) -> None:

@@ -35,7 +35,11 @@ def train(
         if resume:
             trainer.resume(resume)
         if rendezvous.rank == 0:
-            emit(event("start", step=trainer.step, device=str(device), transport=transport))
+            emit(
+                event(
+                    "start", step=trainer.step, device=str(device), transport=transport, floor=trainer.floor()
+                )
+            )
         trainer.run(emit, stop_wanted)
     finally:
         trainer.close()

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from andon.order import Order, plan, shares
+
+if TYPE_CHECKING:  # the coordinator shares this file's errors and needs no torch
+    import torch
 
 Wire = Literal["f32", "bf16"]
 
@@ -91,6 +92,12 @@ class Group(ABC):
     def broadcast(self, flat: torch.Tensor, src: int) -> None:
         """Copy `flat` from one rank to all."""
         self.all_gather(flat, [0] * (src + 1) + [flat.numel()] * (self.world_size - src))
+
+    def allocate(self, rows: int, size: int) -> torch.Tensor:
+        """A zeroed buffer of (rows, size) floats where this transport exchanges best; every rank calls it."""
+        import torch
+
+        return torch.zeros(rows, size)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -44,7 +44,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(vocab=512, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384, context=128),
+    "tiny": Shape(vocab=1_024, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384, context=128),
     "30m": Shape(vocab=8_192, hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1_408, context=512),
     "124m": Shape(
         vocab=32_768, hidden=768, layers=12, heads=12, kv_heads=3, intermediate=2_048, context=1_024

@@ -1,0 +1,112 @@
+"""Configuration: presets, YAML, overrides, and what is said when a key or a value is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.config import DEFAULTS, build, keys, load, parse_arguments
+from andon.errors import UserError
+from andon.model.shape import SHAPES
+
+
+def refusal(**overrides: object) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load(None, {key.replace("__", "."): value for key, value in overrides.items()})
+    return caught.value
+
+
+@pytest.mark.parametrize("preset", SHAPES)
+def test_every_preset_is_valid_and_keeps_its_shape(preset: str) -> None:
+    config = load(None, {"model.preset": preset})
+    assert config.shape == SHAPES[preset]
+    assert config.optim.lr == DEFAULTS[preset]["optim"]["lr"]
+
+
+def test_later_sources_win_over_the_preset(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {preset: 30m, layers: 2}\noptim: {lr: 1e-2}\ntrain: {steps: 7}\n")
+    config = load(file, {"train.steps": "9"})
+    assert (config.model.layers, config.model.hidden) == (2, 512)
+    assert (config.optim.lr, config.train.steps) == (0.01, 9)
+
+
+def test_the_resolved_configuration_reads_back_the_same() -> None:
+    config = load(None, {"model.preset": "124m", "workers": 3, "data.corpus": ["a.txt", "b"]})
+    assert build(yaml.safe_load(config.to_yaml()), {}) == config
+
+
+def test_the_global_batch_does_not_depend_on_the_workers() -> None:
+    assert {load(None, {"workers": n}).tokens_per_step for n in (1, 2, 4)} == {4 * 4 * 128}
+
+
+def test_an_unknown_key_gets_a_suggestion() -> None:
+    assert "Did you mean optim.lr?" in str(refusal(lr=1))
+    assert "train.steps" in refusal(train__stepz=1).cause
+    with pytest.raises(UserError, match=r"no configuration key 'optim\.lrr'"):
+        build({"optim": {"lrr": 1}}, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("optim.lr", "-1", "greater than 0"),
+        ("optim.lr", "fast", "valid number"),
+        ("group.transport", "tcp", "'shm', 'star', 'ring' or 'torch'"),
+        ("device", "tpu", "'auto', 'cpu' or 'cuda'"),
+        ("train.steps", "0", "greater than 0"),
+        ("data.validation", "0.9", "less than 0.5"),
+    ],
+)
+def test_a_refused_value_names_the_key_the_value_and_what_is_allowed(
+    key: str, value: str, allowed: str
+) -> None:
+    error = refusal(**{key: value})
+    assert key in error.what and repr(value) in error.what and allowed in error.cause
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    assert "5 workers cannot share train.slots = 4" in refusal(workers=5).what
+    assert "multiple of kv_heads 3" in refusal(model__kv_heads=3).what
+    assert "even multiple of heads" in refusal(model__hidden=100).what
+
+
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
+    for text, what in [("a: [", "not valid YAML"), ("- 1", "holds no configuration")]:
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(UserError, match=what):
+            load(tmp_path / "bad.yaml")
+    with pytest.raises(UserError, match="cannot be read"):
+        load(tmp_path / "missing.yaml")
+
+
+def test_arguments_split_into_words_and_overrides() -> None:
+    words, overrides = parse_arguments(["a.txt", "--optim.lr", "3e-4", "--train.steps=100", "--compile", "b"])
+    assert words == ["a.txt", "b"]
+    assert overrides == {"optim.lr": "3e-4", "train.steps": "100", "train.compile": "true"}
+    with pytest.raises(UserError, match="--seed needs a value"):
+        parse_arguments(["--seed"])
+
+
+def test_every_key_has_a_help_text() -> None:
+    assert not [key for key, text in keys().items() if not text]
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+    )
+)
+def test_no_value_breaks_the_reader(value: object) -> None:
+    try:
+        build({"train": value, "optim": value, "model": value}, {"seed": value})
+    except UserError as error:
+        assert len(str(error).splitlines()) >= 3
+    else:
+        json.dumps(value)
