@@ -73,6 +73,14 @@ class Layout:
         piece = self.slices[name]
         return flat[piece.start : piece.stop].view(piece.shape)
 
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """All parameters' views in a flat buffer, by name."""
+        return {name: self.view(flat, name) for name in self.slices}
+
+    def unit_of(self, name: str) -> str:
+        """The name of the unit that holds a parameter."""
+        return next(unit.name for unit in self.units if any(piece.name == name for piece in unit.slices))
+
     def locate(self, element: int) -> tuple[Unit, Slice | None]:
         """The unit and the parameter (None: a gap) that hold an element of the arena."""
         unit = next(unit for unit in self.units if element < unit.stop)

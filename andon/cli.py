@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +27,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
+data_app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
 
 Resume = Annotated[
     str, typer.Option(help="auto: the newest checkpoint of the run; none: a fresh run; or a path.")
@@ -73,6 +76,10 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
     (`andon config show` lists them): --workers 2 --optim.lr 3e-4 --train.steps=100
     """
     config = _config(context.args)
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():  # torchrun and its like
+        from andon.cluster.torchrun import run
+
+        sys.exit(run(config, resume, _console()))
     from andon.cluster.launch import train as launch
 
     sys.exit(launch(config, resume, _console()))
@@ -142,6 +149,18 @@ def config_schema() -> None:
     from andon.config import Config
 
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+
+
+@data_app.command("show")
+def data_show(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    windows: Annotated[str, typer.Option(help="Window numbers, as a halt names them: 12,480")],
+) -> None:
+    """Print the text of training windows."""
+    from andon.cluster.prepare import show_windows
+
+    numbers = [int(word) for word in windows.split(",") if word.strip().isdigit()]
+    show_windows(run, numbers, _console())
 
 
 def _config(arguments: list[str]) -> Config:

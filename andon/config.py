@@ -160,6 +160,12 @@ class Config(Section):
     """Processes that share the slots of a step."""
     threads: PositiveInt = 1
     """Compute threads per worker."""
+    on_nonfinite: Literal["halt", "skip"] = "halt"
+    """What a gradient that is not finite does: stop the line, or drop that step on every rank alike."""
+    max_skips: PositiveInt = 3
+    """So many dropped steps in a row halt after all."""
+    fault: tuple[str, ...] = ()
+    """Faults on purpose, for drills: nan:rank=1,step=7 (see `andon drill --help`)."""
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig
@@ -186,6 +192,11 @@ class Config(Section):
     @property
     def tokens_per_step(self) -> int:
         return self.train.slots * self.train.micro_batch * self.train.context
+
+    @property
+    def answer(self) -> str:
+        """Everything that the final weights depend on besides the data, whatever the workers."""
+        return self.model_dump_json(include={"seed", "model", "train", "optim", "on_nonfinite", "max_skips"})
 
     def to_yaml(self) -> str:
         """The resolved configuration, as `load` reads it back."""
@@ -345,5 +356,8 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]
             if not rest or rest[0].startswith("--"):
                 raise UserError(f"--{key} needs a value", _help_for(key), f"Write --{key}=VALUE")
             value = rest.pop(0)
-        overrides[key] = value.split(",") if key == "data.corpus" else value
+        if key == "fault":
+            overrides.setdefault(key, []).append(value)
+        else:
+            overrides[key] = value.split(",") if key == "data.corpus" else value
     return words, overrides

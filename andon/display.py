@@ -144,9 +144,7 @@ class Display:
 
     def _on_halt(self, said: Event) -> None:
         self.close()
-        self.console.print(
-            Panel(str(said["cause"]), title=f"HALT at step {said['step']}", border_style="red")
-        )
+        show_halt(self.console, self.config, said)
 
     def _on_done(self, said: Event) -> None:
         self.close()
@@ -161,6 +159,33 @@ class Display:
         if self.sample:
             rows.append(Panel(escape(self.sample), title="a sample", title_align="left", border_style="dim"))
         return Group(*rows)
+
+
+def show_halt(console: Console, config: Config, said: Event) -> None:
+    """The board of a stopped line: what, who, where, and what to do."""
+    lines = [f"[bold]{escape(said['cause'])}[/]", ""]
+    samples: list[int] = []
+    for found in said["findings"]:
+        where = f"rank {found['rank']} · {found['host']}"
+        if found["slot"] is None:
+            lines.append(f"{where} · {found['unit']} · not seen when computed again: a passing fault")
+            continue
+        amount = f"{found['count']:,} elements, first {found['first']:,}"
+        lines.append(f"{where} · slot {found['slot']} · {found['kind']} in {found['parameter']} · {amount}")
+        samples += [sample for sample in found["samples"] if sample not in samples]
+    if said["sound"]:
+        state = f"Weights stay at step {said['committed']}. Nothing of step {said['step']} touched them."
+    else:
+        state = "Ranks hold different bits, so nothing was saved. The last checkpoint is from before."
+    lines += ["", state, ""]
+    if samples:
+        windows = ",".join(map(str, samples[:16]))
+        lines.append(f"look at the samples   andon data show {config.run.dir} --windows {windows}")
+    lines.append("try again             the same command goes on from the last checkpoint")
+    if said["sound"]:
+        lines.append("go on without them    the same command with --on_nonfinite skip")
+    title = f"[bold]THE LINE STOPPED at step {said['step']}[/]"
+    console.print(Panel("\n".join(lines), title=title, title_align="left", border_style="red"))
 
 
 def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> None:
@@ -178,6 +203,6 @@ def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> Non
     table.add_row("checkpoint", str(checkpoint))
     console.print(table)
     console.print("Next:", style="bold")
-    prompt = "Once there was" if "valid_share" in summary else "The"
+    prompt = "Once upon a time," if "valid_share" in summary else "The"
     console.print(f'  andon generate {checkpoint} "{prompt}"', soft_wrap=True, highlight=False)
     console.print(f"  andon evaluate {checkpoint}", soft_wrap=True, highlight=False)

@@ -2,14 +2,14 @@
 
 Each worker folds its slots in the order of `andon.order`. In its last slot a unit is *ready* when every
 parameter of it has its gradient; ready units leave in layout order, on one communication thread, which first
-does the fold's remaining merges for that unit and then the all-reduce. `finish` waits for the last unit and
-tells what all ranks now agree on: the loss, the tokens, the norm of the mean gradient.
+does the fold's remaining merges for that unit, looks whether what it contributes is finite, and then does the
+all-reduce. `finish` waits for the last unit and tells what all ranks now agree on.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import struct
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from andon.arena import CELL, Arena, Unit
 from andon.group.base import Group
 from andon.order import Fold, plan, shares
 
-SLOT = struct.Struct("<IdQ")  # slot, summed loss, tokens
+OnGradient = Callable[[int, str, Tensor], None]
+"""Called with the slot, the parameter's name and its fresh gradient."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +34,33 @@ class Totals:
     tokens: int
     norm: float
     stop: bool
+    bad_units: tuple[tuple[int, str], ...] = ()
+    """(rank, unit) of every contribution that was not finite."""
 
     @property
     def sound(self) -> bool:
-        return math.isfinite(self.norm) and math.isfinite(self.loss)
+        return not self.bad_units and math.isfinite(self.norm) and math.isfinite(self.loss)
 
 
 class Gradients:
     """The summed gradients of a step; after `finish`, `total` is the same on every rank."""
 
-    def __init__(self, arena: Arena, group: Group, slots: int) -> None:
-        self.arena, self.group = arena, group
+    def __init__(self, arena: Arena, group: Group, slots: int, on_gradient: OnGradient | None = None) -> None:
+        self.arena, self.group, self.on_gradient = arena, group, on_gradient
         self.order = plan(slots, group.world_size)
         self.slots = self.order.range_of(group.rank)
         self.rows = group.allocate(self.order.rows(group.rank), arena.layout.size).to(arena.device)
         self.total = self.rows[0]
+        self.views = [{name: arena.layout.view(row, name) for name in arena.parameters} for row in self.rows]
         self._folds = {fold.slot: fold for fold in self.order.folds(group.rank)}
-        self._views = [{name: arena.layout.view(row, name) for name in arena.parameters} for row in self.rows]
-        self._losses: dict[int, tuple[float, int]] = {}
+        self._losses: dict[int, tuple[Tensor, int]] = {}
+        self._bad: list[str] = []
         self._cells = torch.zeros(arena.layout.size // CELL, device=arena.device)
-        self._thread = ThreadPoolExecutor(1, "andon-exchange")
+        self._thread = ThreadPoolExecutor(
+            1, "andon-exchange", initializer=_same_threads(torch.get_num_threads())
+        )
         self._backward: Backward | None = None
+        self._watch: Callable[[str, Tensor], None] | None = None
         self._hooks = [
             arena.parameters[piece.name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._hook(index, piece.name)
@@ -65,12 +72,14 @@ class Gradients:
     def backward(self, loss: Tensor, slot: int, tokens: int) -> None:
         """Backward of one slot's summed loss; slots come in order, the last one starts the exchange."""
         fold = self._folds[slot]
+        if slot == self.slots[0]:
+            self._bad = []
         self._backward = Backward(self, fold, last=slot == self.slots[-1])
         for name, parameter in self.arena.parameters.items():
-            parameter.grad = self._views[fold.row][name] if fold.accumulate else None
+            parameter.grad = self.views[fold.row][name] if fold.accumulate else None
         loss.backward()  # type: ignore[no-untyped-call]
         self._backward.complete()
-        self._losses[slot] = (loss.item(), tokens)
+        self._losses[slot] = (loss.detach(), tokens)
 
     def finish(self, stop: bool = False) -> Totals:
         """Wait for the exchange and agree with the other ranks on what the step came to."""
@@ -78,17 +87,30 @@ class Gradients:
         for exchange in self._backward.exchanges:
             exchange.result()
         for name, parameter in self.arena.parameters.items():
-            parameter.grad = self._views[0][name]
-        mine = b"".join(SLOT.pack(slot, *self._losses[slot]) for slot in self.slots)
-        everyone = self.group.all_gather_bytes(bytes([stop]) + mine)
-        losses = sorted(record for words in everyone for record in SLOT.iter_unpack(words[1:]))
-        tokens = sum(count for _, _, count in losses)
+            parameter.grad = self.views[0][name]
+        losses = [(slot, self._losses[slot][0].item(), self._losses[slot][1]) for slot in self.slots]
+        words = self.group.all_gather_bytes(json.dumps([stop, self._bad, losses]).encode())
+        everyone = [json.loads(word) for word in words]
+        slots = sorted(record for _, _, records in everyone for record in records)
+        tokens = sum(count for _, _, count in slots)
         return Totals(
-            loss=sum(loss for _, loss, _ in losses) / max(1, tokens),
+            loss=sum(loss for _, loss, _ in slots) / max(1, tokens),
             tokens=tokens,
             norm=self._norm() / max(1, tokens),
-            stop=any(words[0] for words in everyone),
+            stop=any(wanted for wanted, _, _ in everyone),
+            bad_units=tuple((rank, unit) for rank, (_, bad, _) in enumerate(everyone) for unit in bad),
         )
+
+    def inspect(self, loss: Tensor, slot: int, look: Callable[[str, Tensor], None]) -> None:
+        """Backward of one slot again, only to look at each parameter's gradient."""
+        self._watch, self._backward = look, None
+        for parameter in self.arena.parameters.values():
+            parameter.grad = None
+        self._inspected_slot = slot
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._watch = None
 
     def _norm(self) -> float:
         """The norm of the total, over cells in fixed order; each rank squares its share of the cells."""
@@ -102,6 +124,13 @@ class Gradients:
 
     def _hook(self, unit: int, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if self._watch is not None:
+                if self.on_gradient:
+                    self.on_gradient(self._inspected_slot, name, parameter.grad)
+                self._watch(name, parameter.grad)
+                parameter.grad = None
+                return
             assert self._backward is not None, "backward outside Gradients.backward"
             assert isinstance(parameter, nn.Parameter)
             self._backward.arrived(unit, name, parameter)
@@ -114,7 +143,10 @@ class Gradients:
         rows = self.rows[:, unit.start : unit.stop]
         for into, other in merges:
             rows[into].add_(rows[other])
-        self.group.all_reduce(rows[: max(1, len(self.order.nodes[self.group.rank]))], self.order)
+        mine = rows[: max(1, len(self.order.nodes[self.group.rank]))]
+        if not is_finite(mine):
+            self._bad.append(unit.name)
+        self.group.all_reduce(mine, self.order)
 
     def close(self) -> None:
         """Stop the communication thread and let go of the model."""
@@ -128,7 +160,7 @@ class Backward:
 
     def __init__(self, gradients: Gradients, fold: Fold, last: bool) -> None:
         self.gradients, self.fold, self.last = gradients, fold, last
-        self.views = gradients._views[fold.row]
+        self.views = gradients.views[fold.row]
         self.missing = [{piece.name for piece in unit.slices} for unit in gradients.arena.layout.units]
         self.exchanges: list[Future[None]] = []
 
@@ -136,6 +168,8 @@ class Backward:
         """A parameter's gradient is there: put it into the arena and send what is ready."""
         view = self.views[name]
         assert parameter.grad is not None
+        if self.gradients.on_gradient:
+            self.gradients.on_gradient(self.fold.slot, name, parameter.grad)
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = None
@@ -161,3 +195,13 @@ class Backward:
             unit = units[len(self.exchanges)]
             task = self.gradients._thread.submit(self.gradients._exchange, unit, self.fold.merges, before)
             self.exchanges.append(task)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether every element is finite: one sum, and a closer look only if that is not."""
+    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
+
+
+def _same_threads(count: int) -> Callable[[], None]:
+    """A new thread starts with torch's default number of compute threads: give it the worker's."""
+    return lambda: torch.set_num_threads(count)

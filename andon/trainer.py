@@ -1,30 +1,29 @@
-"""The trainer: one worker's part of a run, step by step."""
+"""The trainer: one worker's part of a step, and the state that a step changes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from andon import evaluation
 from andon.arena import Arena
-from andon.checkpoint.listing import should_save
-from andon.checkpoint.store import Snapshot, Store, load_moments, load_state, weights_blake3
+from andon.checkpoint.store import Snapshot, load_moments, load_state
 from andon.config import Config
-from andon.data import stories
 from andon.data.batches import Batches
-from andon.data.shards import TokenSet
+from andon.data.tokens import TokenSet
 from andon.errors import UserError
 from andon.gradients import Gradients, Totals
 from andon.group.base import Group
-from andon.integrity.halt import halt_unless_sound
-from andon.metrics import Emit, event
+from andon.integrity.faults import Faults
+from andon.integrity.fingerprint import Fingerprints
+from andon.integrity.halt import Finding, Flaw, Inspection, JidokaHalt, share_findings
 from andon.model.hub import load_weights, to_hub
 from andon.model.llama import Llama
 from andon.optim import schedules
@@ -34,84 +33,88 @@ from andon.optim.adamw import AdamW, Settings
 class Trainer:
     """Trains one model with the other ranks of a group; every rank runs the same lines."""
 
-    def __init__(
-        self, config: Config, tokens: TokenSet, group: Group, transport: str, device: torch.device
-    ) -> None:
-        self.config, self.tokens, self.group, self.transport, self.device = (
-            config,
-            tokens,
-            group,
-            transport,
-            device,
-        )
-        self.tokenizer = tokens.tokenizer()
+    def __init__(self, config: Config, tokens: TokenSet, group: Group, device: torch.device) -> None:
+        self.config, self.tokens, self.group, self.device = config, tokens, group, device
         check_vocabulary(config, tokens)
+        train, optim = config.train, config.optim
         self.batches = Batches(
-            tokens,
-            config.seed,
-            config.train.slots,
-            config.train.micro_batch,
-            config.train.context,
-            config.data.validation,
+            tokens, config.seed, train.slots, train.micro_batch, train.context, config.data.validation
         )
         self.model = Llama(config.shape)
         self.model.initialise(config.seed)
         self.model.to(device)
-        if config.train.compile:
+        if train.compile:
             self.model.compile_blocks()
-        optim = config.optim
         self.arena = Arena(self.model)
-        self.gradients = Gradients(self.arena, group, config.train.slots)
+        self.faults = Faults(config.fault, group.rank)
+        self.gradients = Gradients(self.arena, group, train.slots, self._poison if config.fault else None)
         self.optimizer = AdamW(self.arena, Settings(optim.beta1, optim.beta2, optim.eps, optim.weight_decay))
-        self.store = Store(config.run.dir / "checkpoints", config.checkpoint.keep)
-        self.step = 0
+        self.moments = {"first": self.optimizer.first, "second": self.optimizer.second}
+        self.state = {"weights": self.arena.weights, **self.moments}
+        self.fingerprints = Fingerprints(self.arena, self.state, group)
+        self.step = self.skipped = self.skips = 0
         self.last_loss = float("nan")
 
-    def run(self, emit: Emit, stop_wanted: Callable[[], bool]) -> None:
-        """Train to the last step, or until someone wants to stop; save on the way and at the end."""
-        steps = self.config.train.steps
-        sampled = time.monotonic()
-        while self.step < steps:
-            started = time.perf_counter()
-            totals, timings = self.train_step(stop_wanted())
-            seconds = time.perf_counter() - started
-            if self.group.rank == 0:
-                emit(self._step_event(totals, seconds, timings))
-            last = totals.stop or self.step == steps
-            if totals.stop or should_save(self.step, self.config.checkpoint.every, steps):
-                self.save(emit)
-            if totals.stop:
-                if self.group.rank == 0:
-                    emit(event("stopped", step=self.step))
-                return
-            if due(self.step, self.config.eval.every) and not last:
-                self.evaluate(emit)
-            every = self.config.eval.sample_every
-            if self.group.rank == 0 and every and time.monotonic() - sampled > every and not last:
-                emit(event("sample", step=self.step, text=self.write(1, seed=self.step)[0]))
-                sampled = time.monotonic()
-        self._finish(emit)
-
     def train_step(self, stop: bool = False) -> tuple[Totals, dict[str, float]]:
-        """One step: slots, exchange, verdict, update. No weight changes before all ranks agree."""
-        clock = [time.perf_counter()]
-        step = self.step + 1
+        """One step: slots, exchange, verdict, update, proof. No weight changes before all ranks agree."""
+        step, clock = self.step + 1, Clock()
+        self.faults.at("forward", step)
         for slot in self.gradients.slots:
             x, y = self.batch(step, slot)
             with self.autocast():
                 loss = self.model(x, y)
+            self.faults.at("backward", step)
             self.gradients.backward(loss, slot, y.numel())
-        clock.append(time.perf_counter())
+        clock.lap("compute_ms")
+        self.faults.at("exchange", step)
         totals = self.gradients.finish(stop)
-        clock.append(time.perf_counter())
-        halt_unless_sound(step, totals)
-        self.optimizer.step(self.gradients.total, self.scale(totals), self.learning_rate(step))
-        clock.append(time.perf_counter())
+        clock.lap("exchange_ms")
+        if self.halt_unless_sound(step, totals):
+            self.faults.at("optimizer", step)
+            self.optimizer.step(self.gradients.total, self.scale(totals), self.learning_rate(step))
+        clock.lap("optimizer_ms")
+        self.faults.flip(step, self.arena.layout, self.state)
+        self.fingerprints.compare(step, self.facts(step))
+        clock.lap("fingerprint_ms")
         self.step, self.last_loss = step, totals.loss
-        names = ("compute_ms", "exchange_ms", "optimizer_ms")
-        return totals, {
-            name: round(1e3 * (b - a), 3) for name, a, b in zip(names, clock, clock[1:], strict=False)
-        }
+        return totals, clock.laps
+
+    def halt_unless_sound(self, step: int, totals: Totals) -> bool:
+        """Pull the cord on a loss or gradient that is not finite (F-DP-003); False: the step is dropped."""
+        if totals.sound:
+            self.skips = 0
+            return True
+        self.skips += 1
+        if self.config.on_nonfinite == "skip" and self.skips < self.config.max_skips:
+            self.skipped += 1
+            return False
+        raise JidokaHalt(step, describe(totals), share_findings(self.group, self.findings(step, totals)))
+
+    def findings(self, step: int, totals: Totals) -> list[Finding]:
+        """Compute this rank's slots again, one by one, and look at every gradient."""
+        units = {unit for rank, unit in totals.bad_units if rank == self.group.rank}
+        found = []
+        for slot in self.gradients.slots:
+            inspection = Inspection()
+            x, y = self.batch(step, slot)
+            with self.autocast():
+                loss = self.model(x, y)
+            inspection.look("loss", loss.detach())
+            self.gradients.inspect(loss, slot, inspection.look)
+            for flaw in inspection.flaws:
+                unit = self.arena.layout.unit_of(flaw.name) if flaw.name != "loss" else "loss"
+                units.discard(unit)
+                found.append(self._finding(step, slot, unit, flaw))
+        passing = Flaw("", 0, 0, "a value that is not finite")
+        return found + [self._finding(step, None, unit, passing) for unit in sorted(units)]
+
+    def _finding(self, step: int, slot: int | None, unit: str, flaw: Flaw) -> Finding:
+        samples = () if slot is None else tuple(self.batches.windows(step, slot))
+        return Finding(self.group.rank, socket.gethostname(), slot, samples, unit, flaw)
+
+    def facts(self, step: int) -> str:
+        """What the ranks must agree on besides their bits: step, learning rate, configuration, data."""
+        return f"{step} {self.learning_rate(step)} {self.config.answer} {self.tokens.digest}"
 
     def batch(self, step: int, slot: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a slot, on the device."""
@@ -134,63 +137,20 @@ class Trainer:
         wanted = precision == "bf16" or (precision == "auto" and self.device.type == "cuda")
         return torch.autocast(self.device.type, torch.bfloat16) if wanted else contextlib.nullcontext()
 
-    def evaluate(self, emit: Emit) -> dict[str, Any]:
-        """Loss on held-out windows and, for the built-in stories, the share of valid samples."""
-        windows = self.batches.validation(self.config.eval.windows)
-        with self.autocast():
-            loss = evaluation.validation_loss(self.model, windows, self.group)
-        result: dict[str, Any] = {
-            "step": self.step,
-            "loss": loss,
-            "bits_per_byte": evaluation.bits_per_byte(loss, self.tokens.bytes_per_token),
-        }
-        if self.group.rank == 0:
-            if self.config.data.corpus == ("stories",) and self.config.eval.stories:
-                score = self.story_score()
-                result |= {"valid_share": score.valid_share, "known": score.known}
-            emit(event("eval", **result))
-        return result
-
-    def story_score(self) -> evaluation.StoryScore:
-        """The valid share of sampled stories, and how many of them the training text holds."""
-        training = set(stories.stories(self.config.seed, self.config.data.stories))
-        return evaluation.story_score(
-            self.write(self.config.eval.stories, self.config.seed), training.__contains__
-        )
-
-    def floor(self) -> float | None:
-        """The least loss that the built-in stories allow: the grammar's entropy per token."""
-        if self.config.data.corpus != ("stories",):
-            return None
-        return stories.entropy() * self.config.data.stories / self.tokens.tokens
-
-    def write(self, count: int, seed: int) -> list[str]:
-        """Sample texts from the model as it is."""
-        with self.autocast():
-            return evaluation.write(self.model, self.tokenizer, count, self.config.eval.temperature, seed)
-
-    def save(self, emit: Emit) -> None:
-        """Save a checkpoint of the current step; rank 0 writes, the others wait until it is on disk."""
-        if self.group.rank == 0:
-            started = time.perf_counter()
-            folder = self.store.save(self.snapshot())
-            seconds = round(time.perf_counter() - started, 3)
-            emit(event("checkpoint", step=self.step, path=str(folder), seconds=seconds))
-        self.group.barrier()
-
     def snapshot(self) -> Snapshot:
         """Everything that an exact resume needs."""
-        config = json.dumps(to_hub(self.config.shape, self.tokenizer.end), indent=2) + "\n"
+        config = json.dumps(to_hub(self.config.shape, self.tokens.tokenizer().end), indent=2) + "\n"
+        views = self.arena.layout.views
         return Snapshot(
             step=self.step,
-            weights={
-                name: self.arena.layout.view(self.arena.weights, name).cpu() for name in self.arena.parameters
-            },
-            moments={name: view.cpu() for name, view in self._moments().items()},
+            weights={name: view.cpu() for name, view in views(self.arena.weights).items()},
+            moments={name: view.cpu() for name, view in self._moment_views().items()},
             state={
                 "step": self.step,
                 "loss": self.last_loss,
                 "tokens": self.step * self.config.tokens_per_step,
+                "skipped": self.skipped,
+                "skips_in_a_row": self.skips,
                 "data": self.tokens.digest,
                 "config": self.config.model_dump(mode="json"),
             },
@@ -207,50 +167,25 @@ class Trainer:
                 "Give the same corpus, or start afresh with --resume none",
             )
         load_weights(self.model, folder)
-        load_moments(folder, self._moments())
-        self.step = self.optimizer.steps_done = int(state["step"])
+        load_moments(folder, self._moment_views())
+        self.step, self.skipped, self.skips = state["step"], state["skipped"], state["skips_in_a_row"]
+        self.optimizer.steps_done = self.step - self.skipped
         self.last_loss = float(state["loss"])
 
     def _tokenizer_files(self) -> dict[str, str]:
         names = ("tokenizer.json", "tokenizer_config.json")
         return {name: (self.tokens.folder / name).read_text(encoding="utf-8") for name in names}
 
-    def _moments(self) -> dict[str, Tensor]:
-        moments = (("first", self.optimizer.first), ("second", self.optimizer.second))
+    def _poison(self, slot: int, name: str, gradient: Tensor) -> None:
+        self.faults.poison(self.step + 1, slot, self.gradients.slots[0], name, gradient)
+
+    def _moment_views(self) -> dict[str, Tensor]:
+        views = self.arena.layout.views
         return {
-            f"{kind}.{name}": self.arena.layout.view(flat, name)
-            for kind, flat in moments
-            for name in self.arena.parameters
+            f"{kind}.{name}": view
+            for kind, flat in self.moments.items()
+            for name, view in views(flat).items()
         }
-
-    def _step_event(self, totals: Totals, seconds: float, timings: dict[str, float]) -> dict[str, Any]:
-        return event(
-            "step",
-            step=self.step,
-            loss=totals.loss,
-            tokens=totals.tokens,
-            tokens_per_s=round(totals.tokens / seconds, 1),
-            lr=self.learning_rate(self.step),
-            grad_norm=totals.norm,
-            **timings,
-        )
-
-    def _finish(self, emit: Emit) -> None:
-        result = self.evaluate(emit)
-        if self.group.rank == 0:
-            summary = {
-                "step": self.step,
-                "tokens": self.step * self.config.tokens_per_step,
-                "loss": self.last_loss,
-                "validation_loss": result["loss"],
-                "bits_per_byte": result["bits_per_byte"],
-                "weights_blake3": weights_blake3(self.arena.parameters),
-                "transport": self.transport,
-                "workers": self.group.world_size,
-            }
-            summary |= {key: result[key] for key in ("valid_share", "known") if key in result}
-            emit(event("done", **summary, samples=self.write(3, seed=self.step)))
-        self.group.barrier()
 
     def close(self) -> None:
         """Let go of threads and peers."""
@@ -258,9 +193,27 @@ class Trainer:
         self.group.close()
 
 
-def due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps happens now."""
-    return bool(every) and step % every == 0
+class Clock:
+    """How long each part of a step took, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """A part ends here."""
+        now = time.perf_counter()
+        self.laps[name] = round(1e3 * (now - self._last), 3)
+        self._last = now
+
+
+def describe(totals: Totals) -> str:
+    """Why a step is not sound, in one line."""
+    if totals.bad_units:
+        return "; ".join(f"rank {rank} computed a bad gradient of {unit}" for rank, unit in totals.bad_units)
+    if not math.isfinite(totals.loss):
+        return f"the loss is {totals.loss}"
+    return f"every contribution is finite, but the norm of their sum is {totals.norm}"
 
 
 def check_vocabulary(config: Config, tokens: TokenSet) -> None:

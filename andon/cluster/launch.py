@@ -21,7 +21,7 @@ from andon.cluster.prepare import prepare_tokens
 from andon.cluster.run_folder import RunFolder
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
 from andon.config import Config, load
-from andon.data.shards import TokenSet
+from andon.data.tokens import TokenSet
 from andon.display import Display, show_error, show_plan
 from andon.errors import UserError
 from andon.metrics import Recorder

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from andon.config import Config
-from andon.data.shards import Corpus, TokenSet, prepare
+from andon.config import Config, load
+from andon.data.shards import Corpus, prepare
+from andon.data.tokens import TokenSet
+from andon.errors import UserError
 
 
 def prepare_tokens(config: Config, console: Console) -> TokenSet:
@@ -31,6 +35,23 @@ def prepare_tokens(config: Config, console: Console) -> TokenSet:
     if replaced := tokens.meta["replaced"]:
         console.print(f"{replaced:,} places were no valid UTF-8 and read as U+FFFD", style="yellow")
     return tokens
+
+
+def show_windows(run: Path, windows: list[int], console: Console) -> None:
+    """Print the text of a run's windows."""
+    config = load(run / "config.yaml")
+    tokens, context = prepare_tokens(config, console), config.train.context
+    tokenizer, last = tokens.tokenizer(), (tokens.tokens - 1) // context - 1
+    if not windows or not all(0 <= window <= last for window in windows):
+        raise UserError(
+            f"There are no windows {windows}", f"They are numbered 0 to {last}", "Give --windows 0,1,2"
+        )
+    for window in windows:
+        text = tokenizer.decode(tokens.read(window * context, context + 1).tolist())
+        console.print(
+            f"window {window:,} · tokens {window * context:,} to {(window + 1) * context:,}", style="bold"
+        )
+        console.print(text, markup=False)
 
 
 def show_tokens(tokens: TokenSet, console: Console) -> None:

@@ -9,40 +9,39 @@ from pathlib import Path
 import torch
 
 from andon.config import Config
-from andon.data.shards import TokenSet
+from andon.data.tokens import TokenSet
 from andon.errors import UserError
 from andon.group import open_group
-from andon.group.base import Rendezvous
+from andon.group.base import Group, Rendezvous
 from andon.metrics import Emit, event
+from andon.run import Run
 from andon.trainer import Trainer
 
 
 def train(
     config: Config,
     tokens: TokenSet,
-    rendezvous: Rendezvous,
+    group: Group,
     resume: Path | None,
     emit: Emit,
     stop_wanted: Callable[[], bool],
 ) -> None:
     """Train as one rank of a run, from a checkpoint if one is given, to its end."""
-    settle(config.threads)
-    device = choose_device(config.device, rendezvous.rank, emit)
-    transport = choose_transport(config.group.transport, rendezvous.world_size)
-    group = open_group(transport, rendezvous, timeout=config.group.timeout, wire=config.group.wire)
-    trainer = Trainer(config, tokens, group, transport, device)
+    device = choose_device(config.device, group.rank, emit)
+    trainer = Trainer(config, tokens, group, device)
     try:
         if resume:
             trainer.resume(resume)
-        if rendezvous.rank == 0:
-            emit(
-                event(
-                    "start", step=trainer.step, device=str(device), transport=transport, floor=trainer.floor()
-                )
-            )
-        trainer.run(emit, stop_wanted)
+        Run(trainer, choose_transport(config.group.transport, group.world_size), emit).train(stop_wanted)
     finally:
         trainer.close()
+
+
+def open_configured(config: Config, rendezvous: Rendezvous) -> Group:
+    """The group that the configuration asks for; torch is made to give the same bits every time first."""
+    settle(config.threads)
+    transport = choose_transport(config.group.transport, rendezvous.world_size)
+    return open_group(transport, rendezvous, timeout=config.group.timeout, wire=config.group.wire)
 
 
 def settle(threads: int) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import andon
 from andon.cluster.control import COORDINATOR, ControlLink
 from andon.config import Config
-from andon.data.shards import TokenSet
+from andon.data.tokens import TokenSet
 from andon.errors import UserError
 from andon.group.base import GroupError, GroupTimeout
 from andon.group.link import Link
-from andon.metrics import Event, event
+from andon.metrics import Event
 
 EXIT_USER_ERROR = 1
 EXIT_HALTED = 3
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def work(membership: Membership) -> int:
     """Train as one rank of a run; torch is loaded here and not before."""
-    from andon.cluster.session import train
+    from andon.cluster.session import open_configured, train
     from andon.integrity.halt import JidokaHalt
 
     welcome = membership.welcome
@@ -114,10 +114,10 @@ def work(membership: Membership) -> int:
     tokens = TokenSet.open(Path(welcome["tokens"]))
     resume = Path(welcome["resume"]) if welcome["resume"] else None
     try:
-        train(config, tokens, membership, resume, membership.emit, membership.stop.is_set)
-    except JidokaHalt as halt:
-        if membership.rank == 0:
-            membership.emit(event("halt", **halt.fields()))
+        group = open_configured(config, membership)
+        train(config, tokens, group, resume, membership.emit, membership.stop.is_set)
+    except JidokaHalt:
+        membership.leave()
         return EXIT_HALTED
     membership.leave()
     return 0

@@ -1,0 +1,252 @@
+"""Own text, read as a stream of documents in bounded memory.
+
+A *document* is one .txt file, one line of a .jsonl file (field `text`) or one row of a .parquet file (column
+`text`). It arrives in *pieces* of at most 64 KiB, cut after a newline where there is one and never inside a
+UTF-8 sequence; small pieces keep the encoder's memory small and its threads busy. Bytes that are no UTF-8
+become U+FFFD and are counted.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import BinaryIO
+
+from blake3 import blake3
+
+from andon.errors import UserError
+
+PIECE = 1 << 16
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+BOM = b"\xef\xbb\xbf"
+
+Progress = Callable[[str, int, int], None]
+
+
+def quiet(phase: str, done: int, total: int) -> None:
+    """Show no progress."""
+
+
+@dataclass
+class Document:
+    """One piece of a document; `ends` on its last."""
+
+    text: str
+    ends: bool
+
+
+@dataclass
+class Counts:
+    """What has been read so far."""
+
+    documents: int = 0
+    bytes: int = 0
+    """of text, in UTF-8"""
+    replaced: int = 0
+    """invalid UTF-8 sequences"""
+    read: int = 0
+    """progress through the input: bytes of its files, or stories"""
+
+
+def find_files(paths: Sequence[str]) -> list[Path]:
+    """The text files that files, folders and globs stand for, sorted, each once."""
+    found = sorted(file for path in paths for file in _matches(path))
+    for file in found:
+        if file.suffix.lower() not in SUFFIXES:
+            raise UserError(
+                f"{file} is not a kind of text file that can be read",
+                f"its name does not end in {', '.join(SUFFIXES)}",
+                "Rename it, or convert it to one of these",
+            )
+        if not os.access(file, os.R_OK):
+            raise UserError(
+                f"{file} cannot be read", "this user has no permission to read it", f"chmod +r {file}"
+            )
+    unique: dict[Path, Path] = {}
+    for file in found:
+        # The given name is kept, not the resolved one: a link may have the suffix that its target lacks.
+        unique.setdefault(file.resolve(), file)
+    return list(unique.values())
+
+
+def _matches(path: str) -> list[Path]:
+    given = Path(path).expanduser()
+    # Not Path.glob, which does not skip hidden files.
+    names = [given] if given.exists() else map(Path, glob(str(given), recursive=True))  # noqa: PTH207
+    files = [file.absolute() for name in names for file in ([name] if name.is_file() else _walk(name))]
+    if not files:
+        raise UserError(
+            f"No text found at {path}",
+            f"no such file, or a folder without {', '.join(SUFFIXES)} files",
+            f"ls -d {path}",
+        )
+    return files
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise _unreadable(Path(error.filename), error) from error
+
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file in (Path(root, name) for name in names if not name.startswith(".")):
+            if file.suffix.lower() in SUFFIXES and file.is_file():
+                yield file
+
+
+def documents(files: Sequence[Path], counts: Counts) -> Iterator[Document]:
+    """The documents of these files, piece by piece, counted in `counts` as they go by."""
+    readers = {".txt": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
+    for file in files:
+        before = counts.read
+        with _reading(file):
+            yield from readers[file.suffix.lower()](file, counts)
+            counts.read = before + file.stat().st_size
+
+
+def _txt(file: Path, counts: Counts) -> Iterator[Document]:
+    with _open(file) as stream:
+        before = counts.read
+        for piece in _pieces(stream, counts):
+            counts.read = before + stream.tell()
+            yield piece
+
+
+def _jsonl(file: Path, counts: Counts) -> Iterator[Document]:
+    with _open(file) as stream:
+        for number, line in enumerate(stream, 1):
+            counts.read += len(line)
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(_decode(line, counts))
+            except (ValueError, RecursionError) as error:
+                raise _bad_row(file, f"line {number}", f"it is not JSON: {error}") from error
+            text = row.get("text") if isinstance(row, dict) else None
+            if not isinstance(text, str):
+                raise _bad_row(file, f"line {number}", 'it has no string "text"')
+            # JSON can spell half a surrogate pair, which UTF-8 cannot: let it be replaced as invalid.
+            yield from _pieces(io.BytesIO(text.encode("utf-8", "surrogatepass")), counts)
+
+
+def _parquet(file: Path, counts: Counts) -> Iterator[Document]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(
+            f"{file} cannot be read", "pyarrow is not installed", "pip install 'andon[parquet]'"
+        ) from error
+    size, before, row = file.stat().st_size, counts.read, 0
+    try:
+        with pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
+            if "text" not in table.schema_arrow.names:
+                raise _bad_row(file, "the table", f"its columns are {', '.join(table.schema_arrow.names)}")
+            for batch in table.iter_batches(batch_size=64, columns=["text"]):
+                for value in batch.column(0).cast(pa.large_binary()):
+                    row += 1
+                    if not value.is_valid:
+                        raise _bad_row(file, f"row {row}", "its text is null")
+                    counts.read = before + size * row // table.metadata.num_rows
+                    yield from _pieces(io.BytesIO(value.as_py()), counts)
+    except pa.ArrowException as error:
+        raise _bad_row(file, f"the table after row {row}", str(error).splitlines()[0]) from error
+
+
+def _pieces(stream: BinaryIO, counts: Counts) -> Iterator[Document]:
+    data = b""
+    # One byte more than a piece tells a document that goes on from one that ends here.
+    while len(data := data + stream.read(PIECE + 1 - len(data))) > PIECE:
+        end = _cut(data)
+        counts.bytes += end
+        yield Document(_decode(data[:end], counts), ends=False)
+        data = data[end:]
+    if data:
+        counts.bytes += len(data)
+        counts.documents += 1
+        yield Document(_decode(data, counts), ends=True)
+
+
+def _cut(data: bytes) -> int:
+    end = data.rfind(b"\n", 0, PIECE) + 1 or PIECE
+    while end > PIECE - 3 and data[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
+
+
+def _decode(data: bytes, counts: Counts) -> str:
+    text = data.decode("utf-8", "replace")
+    counts.replaced += text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
+    return text
+
+
+def stamp(file: Path) -> tuple[str, int, int]:
+    """What changes when a file does: its path, size and time of modification."""
+    with _reading(file):
+        stat = file.stat()
+    return str(file), stat.st_size, stat.st_mtime_ns
+
+
+def digests(files: Sequence[Path], index: Path, progress: Progress) -> list[str]:
+    """BLAKE3 of each file; `index` remembers those of unchanged files, so that a second start is quick."""
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError):  # the index is a shortcut: whatever is wrong with it, read the files
+        known = dict(json.loads(index.read_text()))
+    settled, found, done = dict(known), [], 0
+    stamps = [stamp(file) for file in files]
+    total = sum(size for _, size, _ in stamps)
+    for file, (path, size, modified) in zip(files, stamps, strict=True):
+        mark = f"{path} {size} {modified}"
+        found.append(known.get(mark) or digest(file, progress, done, total))
+        done += size
+        # Within one tick of the clock a file can change and keep its stamp: remember only older ones.
+        if time.time_ns() - modified > 2_000_000_000:
+            settled[mark] = found[-1]
+    if settled != known:
+        with suppress(OSError):  # a cache that cannot be written is reported when tokens are to be written
+            fresh = index.with_name(f".{index.name}.{os.getpid()}")
+            fresh.write_text(json.dumps(settled, indent=1))
+            fresh.replace(index)
+    return found
+
+
+def digest(file: Path, progress: Progress = quiet, done: int = 0, total: int = 0) -> str:
+    """BLAKE3 of a file."""
+    hasher = blake3()
+    with _reading(file), file.open("rb") as stream:
+        while data := stream.read(1 << 20):
+            hasher.update(data)
+            progress("reading", done + stream.tell(), total)
+    return hasher.hexdigest()
+
+
+def _open(file: Path) -> BinaryIO:
+    stream = file.open("rb")
+    if stream.peek(len(BOM))[: len(BOM)] == BOM:
+        stream.seek(len(BOM))
+    return stream
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: OSError) -> UserError:
+    return UserError(f"{file} cannot be read", error.strerror or str(error), f"ls -l {file}")
+
+
+def _bad_row(file: Path, place: str, cause: str) -> UserError:
+    return UserError(
+        f"{file}: {place} holds no text", cause, 'Give every row a text of its own, named "text"'
+    )

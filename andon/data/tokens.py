@@ -1,0 +1,88 @@
+"""A token set: a tokenized corpus on disk, as one long row of ids.
+
+A *shard* is a file of little-endian ids: uint16, or uint32 for vocabularies above 65,536. A token set is a
+folder of shards with their tokenizer and `meta.json`, which is written last and names them all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from andon.data.sources import digest
+from andon.data.tokenizer import Tokenizer
+from andon.errors import UserError
+
+FORMAT = 1
+
+
+class TokenSet:
+    """A tokenized corpus on disk."""
+
+    def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
+        self.folder, self.meta = folder, meta
+        self.tokens: int = meta["tokens"]
+        self.vocab_size: int = meta["vocab_size"]
+        self.bytes_per_token: float = meta["bytes"] / meta["tokens"]
+        self.digest: str = meta["digest"]
+        self._starts = np.cumsum([0, *(shard["tokens"] for shard in meta["shards"])])
+        self._shards = [
+            np.memmap(folder / shard["name"], dtype=np.dtype(meta["dtype"]), mode="r")
+            for shard in meta["shards"]
+        ]
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenSet:
+        """The token set in a folder; its files must have the sizes that meta.json says."""
+        try:
+            meta = json.loads((folder / "meta.json").read_text())
+            if meta["format"] != FORMAT:
+                raise _damaged(
+                    folder, "meta.json", f"its format is {meta['format']}, this Andon's is {FORMAT}"
+                )
+            for shard in meta["shards"]:
+                size = (folder / shard["name"]).stat().st_size
+                expected = shard["tokens"] * np.dtype(meta["dtype"]).itemsize
+                if size != expected:
+                    raise _damaged(folder, shard["name"], f"it has {size:,} bytes instead of {expected:,}")
+            return cls(folder, meta)
+        except OSError as error:
+            raise _damaged(folder, Path(error.filename or "").name, error.strerror or str(error)) from error
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            raise _damaged(folder, "meta.json", f"it is not as it was written: {error!r}") from error
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens."""
+        return Tokenizer.load(self.folder)
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, start + count)."""
+        assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
+        out = np.empty(count, np.int64)
+        done = 0
+        while done < count:
+            shard = int(np.searchsorted(self._starts, start + done, side="right")) - 1
+            part = self._shards[shard][start + done - self._starts[shard] :][: count - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out
+
+    def verify(self) -> None:
+        """Read every file and compare its digest."""
+        for shard in self.meta["shards"]:
+            if digest(self.folder / shard["name"]) != shard["blake3"]:
+                raise _damaged(self.folder, shard["name"], "its BLAKE3 is not the one in meta.json")
+        if self.tokenizer().digest() != self.meta["tokenizer"]:
+            raise _damaged(self.folder, "tokenizer.json", "its BLAKE3 is not the one in meta.json")
+
+
+def _damaged(folder: Path, name: str, cause: str) -> UserError:
+    return UserError(
+        f"{folder / name} is damaged", cause, f"rm -r {folder}, then start again: it will be made anew"
+    )

@@ -1,0 +1,107 @@
+"""Faults on purpose: what tests and drills do to a run, written as `kind:key=value,…`.
+
+nan:rank=1,step=7[,slot=S][,parameter=NAME]   a gradient element becomes NaN (inf: infinity)
+bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second][,bit=K]   a bit flips after the update
+die:rank=1,step=5[,at=forward|backward|exchange|optimizer]   the process kills itself
+stall:rank=1,step=5[,at=…][,seconds=…]   it stands still
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from andon.arena import Layout
+from andon.errors import UserError
+
+KEYS = {
+    "nan": ("rank", "step", "slot", "parameter"),
+    "inf": ("rank", "step", "slot", "parameter"),
+    "bitflip": ("rank", "step", "unit", "buffer", "bit"),
+    "die": ("rank", "step", "at"),
+    "stall": ("rank", "step", "at", "seconds"),
+}
+PLACES = ("forward", "backward", "exchange", "optimizer")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, as parsed."""
+
+    kind: str
+    rank: int
+    step: int
+    words: Mapping[str, str]
+
+
+def parse(text: str) -> Fault:
+    """Read one fault; what is wrong with it is said."""
+    kind, _, rest = text.partition(":")
+    if kind not in KEYS:
+        raise _refused(text, f"'{kind}' is none of {', '.join(KEYS)}")
+    words = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
+    if unknown := [key for key in words if key not in KEYS[kind]]:
+        raise _refused(text, f"'{unknown[0]}' is none of {', '.join(KEYS[kind])}")
+    for key in ("rank", "step"):
+        if not words.get(key, "").isdigit():
+            raise _refused(text, f"{key}= must be a number")
+    for key in ("slot", "bit", "seconds"):
+        if key in words and not words[key].isdigit():
+            raise _refused(text, f"{key}= must be a number")
+    if words.get("at", "forward") not in PLACES:
+        raise _refused(text, f"at= must be one of {', '.join(PLACES)}")
+    return Fault(kind, int(words.pop("rank")), int(words.pop("step")), words)
+
+
+class Faults:
+    """The faults of one rank."""
+
+    def __init__(self, texts: Sequence[str], rank: int) -> None:
+        self.mine = [fault for fault in map(parse, texts) if fault.rank == rank]
+
+    def at(self, place: str, step: int) -> None:
+        """Die or stall, if that is to happen here."""
+        for fault in self.mine:
+            if (
+                fault.step != step
+                or fault.kind not in ("die", "stall")
+                or fault.words.get("at", "forward") != place
+            ):
+                continue
+            if fault.kind == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(float(fault.words.get("seconds", "3600")))
+
+    def poison(self, step: int, slot: int, first_slot: int, name: str, gradient: Tensor) -> None:
+        """Spoil an element of a gradient, if that is to happen to this parameter in this slot."""
+        for fault in self.mine:
+            if fault.kind not in ("nan", "inf") or fault.step != step:
+                continue
+            if (
+                int(fault.words.get("slot", first_slot)) == slot
+                and fault.words.get("parameter", name) == name
+            ):
+                gradient.view(-1)[gradient.numel() // 2] = float(fault.kind)
+
+    def flip(self, step: int, layout: Layout, buffers: Mapping[str, Tensor]) -> None:
+        """Flip a bit of the state, if that is to happen after this step."""
+        for fault in self.mine:
+            if fault.kind != "bitflip" or fault.step != step:
+                continue
+            buffer = buffers[fault.words.get("buffer", "weights")]
+            name = fault.words.get("unit", layout.units[0].name)
+            unit = next(unit for unit in layout.units if unit.name == name)
+            piece = unit.slices[0]
+            bit = int(fault.words.get("bit", "20"))
+            word = buffer[piece.start + bit // 32 : piece.start + bit // 32 + 1].view(torch.int32)
+            word ^= torch.tensor(1 << bit % 32, dtype=torch.int64).to(torch.int32)
+
+
+def _refused(text: str, cause: str) -> UserError:
+    return UserError(f"--fault {text} is refused", cause, "For example: --fault nan:rank=1,step=7")
