@@ -1,3 +1,23 @@
 """Andon: data-parallel pretraining that stops the line."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+__all__ = ["DataParallel", "JidokaHalt", "join"]
+
+if TYPE_CHECKING:
+    from andon.integrity.halt import JidokaHalt
+    from andon.parallel import DataParallel, join
+
+
+def __getattr__(name: str) -> Any:
+    """The Python door is opened when it is used: the command line starts without torch."""
+    if name in ("DataParallel", "join"):
+        from andon import parallel
+
+        return getattr(parallel, name)
+    if name == "JidokaHalt":
+        from andon.integrity.halt import JidokaHalt
+
+        return JidokaHalt
+    raise AttributeError(f"module 'andon' has no attribute {name!r}")

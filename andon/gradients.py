@@ -41,6 +41,17 @@ class Totals:
     def sound(self) -> bool:
         return not self.bad_units and math.isfinite(self.norm) and math.isfinite(self.loss)
 
+    @property
+    def complaint(self) -> str:
+        """Why a step is not sound, in one line."""
+        if self.bad_units:
+            return "; ".join(
+                f"rank {rank} computed a bad gradient of {unit}" for rank, unit in self.bad_units
+            )
+        if not math.isfinite(self.loss):
+            return f"the loss is {self.loss}"
+        return f"every contribution is finite, but the norm of their sum is {self.norm}"
+
 
 class Gradients:
     """The summed gradients of a step; after `finish`, `total` is the same on every rank."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import socket
 import time
 from pathlib import Path
@@ -13,21 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon.arena import Arena
 from andon.checkpoint.store import Snapshot, load_moments, load_state
 from andon.config import Config
 from andon.data.batches import Batches
 from andon.data.tokens import TokenSet
 from andon.errors import UserError
-from andon.gradients import Gradients, Totals
+from andon.gradients import Totals
 from andon.group.base import Group
 from andon.integrity.faults import Faults
-from andon.integrity.fingerprint import Fingerprints
 from andon.integrity.halt import Finding, Flaw, Inspection, JidokaHalt, share_findings
 from andon.model.hub import load_weights, to_hub
 from andon.model.llama import Llama
 from andon.optim import schedules
-from andon.optim.adamw import AdamW, Settings
+from andon.optim.adamw import Settings
+from andon.parallel import DataParallel
 
 
 class Trainer:
@@ -45,13 +43,11 @@ class Trainer:
         self.model.to(device)
         if train.compile:
             self.model.compile_blocks()
-        self.arena = Arena(self.model)
         self.faults = Faults(config.fault, group.rank)
-        self.gradients = Gradients(self.arena, group, train.slots, self._poison if config.fault else None)
-        self.optimizer = AdamW(self.arena, Settings(optim.beta1, optim.beta2, optim.eps, optim.weight_decay))
-        self.moments = {"first": self.optimizer.first, "second": self.optimizer.second}
-        self.state = {"weights": self.arena.weights, **self.moments}
-        self.fingerprints = Fingerprints(self.arena, self.state, group)
+        settings = Settings(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
+        on_gradient = self._poison if config.fault else None
+        self.parallel = DataParallel(self.model, group, train.slots, settings, on_gradient)
+        self.arena, self.gradients = self.parallel.arena, self.parallel.gradients
         self.step = self.skipped = self.skips = 0
         self.last_loss = float("nan")
 
@@ -71,10 +67,10 @@ class Trainer:
         clock.lap("exchange_ms")
         if self.halt_unless_sound(step, totals):
             self.faults.at("optimizer", step)
-            self.optimizer.step(self.gradients.total, self.scale(totals), self.learning_rate(step))
+            self.parallel.update(totals, self.learning_rate(step), self.config.optim.clip)
         clock.lap("optimizer_ms")
-        self.faults.flip(step, self.arena.layout, self.state)
-        self.fingerprints.compare(step, self.facts(step))
+        self.faults.flip(step, self.arena.layout, self.parallel.state)
+        self.parallel.fingerprints.compare(step, self.facts(step))
         clock.lap("fingerprint_ms")
         self.step, self.last_loss = step, totals.loss
         return totals, clock.laps
@@ -88,7 +84,7 @@ class Trainer:
         if self.config.on_nonfinite == "skip" and self.skips < self.config.max_skips:
             self.skipped += 1
             return False
-        raise JidokaHalt(step, describe(totals), share_findings(self.group, self.findings(step, totals)))
+        raise JidokaHalt(step, totals.complaint, share_findings(self.group, self.findings(step, totals)))
 
     def findings(self, step: int, totals: Totals) -> list[Finding]:
         """Compute this rank's slots again, one by one, and look at every gradient."""
@@ -120,11 +116,6 @@ class Trainer:
         """Inputs and targets of a slot, on the device."""
         x, y = self.batches(step, slot)
         return torch.from_numpy(x).to(self.device), torch.from_numpy(y).to(self.device)
-
-    def scale(self, totals: Totals) -> float:
-        """What summed gradients are divided by: the tokens of the step, and the clipping of their norm."""
-        clip = self.config.optim.clip
-        return totals.tokens * max(1.0, totals.norm / clip if clip else 1.0)
 
     def learning_rate(self, step: int) -> float:
         optim = self.config.optim
@@ -169,7 +160,7 @@ class Trainer:
         load_weights(self.model, folder)
         load_moments(folder, self._moment_views())
         self.step, self.skipped, self.skips = state["step"], state["skipped"], state["skips_in_a_row"]
-        self.optimizer.steps_done = self.step - self.skipped
+        self.parallel.optimizer.steps_done = self.step - self.skipped
         self.last_loss = float(state["loss"])
 
     def _tokenizer_files(self) -> dict[str, str]:
@@ -183,14 +174,13 @@ class Trainer:
         views = self.arena.layout.views
         return {
             f"{kind}.{name}": view
-            for kind, flat in self.moments.items()
+            for kind, flat in self.parallel.moments.items()
             for name, view in views(flat).items()
         }
 
     def close(self) -> None:
         """Let go of threads and peers."""
-        self.gradients.close()
-        self.group.close()
+        self.parallel.close()
 
 
 class Clock:
@@ -205,15 +195,6 @@ class Clock:
         now = time.perf_counter()
         self.laps[name] = round(1e3 * (now - self._last), 3)
         self._last = now
-
-
-def describe(totals: Totals) -> str:
-    """Why a step is not sound, in one line."""
-    if totals.bad_units:
-        return "; ".join(f"rank {rank} computed a bad gradient of {unit}" for rank, unit in totals.bad_units)
-    if not math.isfinite(totals.loss):
-        return f"the loss is {totals.loss}"
-    return f"every contribution is finite, but the norm of their sum is {totals.norm}"
 
 
 def check_vocabulary(config: Config, tokens: TokenSet) -> None:

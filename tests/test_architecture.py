@@ -27,13 +27,14 @@ MAY_USE = {
     "optim": {"arena", "gradients", "group"},
     "integrity": {"arena", "gradients", "group"},
     "checkpoint": {"arena", "integrity"},
+    "parallel": {"arena", "gradients", "group", "integrity", "optim"},
     "metrics": set(),
     "config": {"model"},
     "plan": {"config", "order"},
     "evaluation": {"data", "group", "model"},
     "trainer": {
         *("arena", "checkpoint", "config", "data", "evaluation", "gradients", "group", "integrity"),
-        *("metrics", "model", "optim"),
+        *("metrics", "model", "optim", "parallel"),
     },
 }
 

@@ -1,0 +1,103 @@
+"""The Python door: Hugging Face's GPT-2 and Llama and a LoRA model train alike on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import andon
+from andon.checkpoint.store import weights_blake3
+from andon.group.base import Group
+from andon.group.local import LocalGroup
+from tests.group_harness import World
+
+SLOTS = 6
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    sizes.resid_pdrop = sizes.embd_pdrop = sizes.attn_pdrop = 0.0
+    model: nn.Module = GPT2LMHeadModel(sizes)
+    return model
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = LlamaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    sizes.num_key_value_heads, sizes.intermediate_size, sizes.max_position_embeddings = 1, 32, 16
+    model: nn.Module = LlamaForCausalLM(sizes)
+    return model
+
+
+def lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    model: nn.Module = get_peft_model(llama(), settings)
+    return model
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "lora": lora}
+
+
+def batch(step: int, slot: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step * SLOTS + slot)
+    return torch.randint(0, 61, (2, 12), generator=generator)
+
+
+def train(group: Group, name: str) -> tuple[str, float, float, int]:
+    """Three steps: digest of the trained weights, first and last loss, and how many parameters took part."""
+    torch.manual_seed(group.rank)  # other weights on every rank: rank 0's are taken
+    model = MODELS[name]()
+    if name == "lora":
+        torch.manual_seed(5)  # frozen weights do not travel: they come from the same checkpoint everywhere
+        model = MODELS[name]()
+    model.train()
+    parallel = andon.DataParallel(model, group, slots=SLOTS)
+    losses = []
+    for step in range(1, 4):
+        for slot in parallel.slots:
+            x = batch(step % 2, slot)
+            logits = model(input_ids=x).logits[:, :-1]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
+            parallel.backward(loss, slot, tokens=x[:, 1:].numel())
+        losses.append(parallel.step(lr=1e-2).loss)
+    parallel.gradients.close()
+    trained: dict[str, Any] = parallel.arena.parameters
+    return weights_blake3(trained), losses[0], losses[-1], len(trained)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_the_field_trains_to_the_same_bits_on_one_two_and_three_ranks(name: str) -> None:
+    results = []
+    for size in (1, 2, 3):
+        with World("torch", size) as world:
+            results += world.run(train, name)
+    assert len(set(results)) == 1, results
+    _, first, last, count = results[0]
+    assert last < first
+    assert count == (8 if name == "lora" else len(dict(MODELS[name]().named_parameters())))
+
+
+def test_a_bad_gradient_halts_and_leaves_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    parallel = andon.DataParallel(model, LocalGroup(), slots=1)
+    before = parallel.arena.weights.clone()
+    parallel.backward(model(torch.full((1, 3), float("inf"))).sum(), slot=0, tokens=1)
+    with pytest.raises(andon.JidokaHalt, match="halted at step 1: rank 0 computed a bad gradient of"):
+        parallel.step(lr=0.1)
+    assert torch.equal(parallel.arena.weights, before)
+    parallel.close()
+
+
+def test_alone_one_joins_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert "WORLD_SIZE" not in os.environ
+    assert andon.join().world_size == 1

@@ -1,0 +1,63 @@
+"""Training inside the ranks of a test world: a small model on a small corpus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from andon.checkpoint.store import weights_blake3
+from andon.config import Config, load
+from andon.data.shards import Corpus, prepare
+from andon.data.tokens import TokenSet
+from andon.group.base import Group
+from andon.trainer import Trainer
+
+SMALL: dict[str, Any] = {
+    "model.vocab": 300,
+    "model.hidden": 32,
+    "model.layers": 2,
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "model.intermediate": 48,
+    "train.context": 16,
+    "train.micro_batch": 2,
+    "train.slots": 8,
+    "train.steps": 50,
+    "optim.warmup": 5,
+    "device": "cpu",
+}
+
+
+def small_config(**overrides: Any) -> Config:
+    """The small model; overrides with double underscores for dots."""
+    return load(None, {**SMALL, **{key.replace("__", "."): value for key, value in overrides.items()}})
+
+
+def small_tokens(folder: Path) -> Path:
+    """A small corpus of stories, prepared once."""
+    return prepare(Corpus(vocab_size=300, stories_count=300), folder).folder
+
+
+def make_trainer(group: Group, tokens: Path, config: Config) -> Trainer:
+    """A trainer on a group that outlives it."""
+    torch.set_num_threads(1)
+    return Trainer(config, TokenSet.open(tokens), group, torch.device("cpu"))
+
+
+def digest(trainer: Trainer) -> str:
+    """The digest of weights and moments together."""
+    everything = {**trainer.arena.parameters, **trainer._moment_views()}
+    return weights_blake3(everything)
+
+
+def train_digest(group: Group, tokens: Path, config: Config) -> str:
+    """Train all steps; the digest of the weights."""
+    trainer = make_trainer(group, tokens, config)
+    try:
+        for _ in range(config.train.steps):
+            trainer.train_step()
+        return weights_blake3(trainer.arena.parameters)
+    finally:
+        trainer.gradients.close()
