@@ -86,6 +86,38 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
 
 
 @app.command(context_settings=ANY)
+def coordinator(
+    context: typer.Context,
+    bind: Annotated[
+        str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")
+    ] = "127.0.0.1:0",
+    insecure: Annotated[
+        bool, typer.Option(help="Allow addresses off this machine, unauthenticated.")
+    ] = False,
+) -> None:
+    """Coordinate a run whose --workers N are started elsewhere with `andon worker HOST:PORT`."""
+    config = _config(context.args)
+    host, port = _address(bind)
+    if not host.startswith("127.") and host not in ("localhost", "::1") and not insecure:
+        raise UserError(
+            f"--bind {bind} can be reached from other machines",
+            "Nobody is authenticated yet: whoever reaches it can join the run",
+            "Bind to 127.0.0.1, or give --insecure on a network you trust",
+        )
+    from andon.cluster.launch import serve
+
+    sys.exit(serve(config, (host, port), _console()))
+
+
+@app.command()
+def worker(address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator.")]) -> None:
+    """Join a coordinator: the configuration comes from it, the data is prepared here and compared."""
+    from andon.cluster.join import join_run
+
+    sys.exit(join_run(*_address(address), _console()))
+
+
+@app.command(context_settings=ANY)
 def prepare(context: typer.Context) -> None:
     """Tokenize CORPUS… into the cache without training."""
     from andon.cluster.prepare import prepare_tokens, show_tokens
@@ -178,6 +210,13 @@ def _config(arguments: list[str]) -> Config:
     if corpus:
         overrides = {"data.corpus": corpus, **overrides}
     return load(Path(files[0]) if files else None, overrides)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise UserError(f"{text!r} is no address", "It must be HOST:PORT", "For example 127.0.0.1:29400")
+    return host.strip("[]"), int(port)
 
 
 def _refuse(words: list[str]) -> None:

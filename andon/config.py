@@ -193,6 +193,13 @@ class Config(Section):
     def tokens_per_step(self) -> int:
         return self.train.slots * self.train.micro_batch * self.train.context
 
+    def with_transport(self, auto: str) -> Config:
+        """The configuration with `auto` settled."""
+        if self.group.transport != "auto":
+            return self
+        group = self.group.model_copy(update={"transport": auto})
+        return self.model_copy(update={"group": group})
+
     @property
     def answer(self) -> str:
         """Everything that the final weights depend on besides the data, whatever the workers."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -66,6 +67,9 @@ class Gradients:
         self._folds = {fold.slot: fold for fold in self.order.folds(group.rank)}
         self._losses: dict[int, tuple[Tensor, int]] = {}
         self._bad: list[str] = []
+        self.is_finite = is_finite
+        self.exchange_seconds = 0.0
+        """How long the collectives of this step took, most of it beside backward."""
         self._cells = torch.zeros(arena.layout.size // CELL, device=arena.device)
         self._thread = ThreadPoolExecutor(
             1, "andon-exchange", initializer=_same_threads(torch.get_num_threads())
@@ -84,7 +88,7 @@ class Gradients:
         """Backward of one slot's summed loss; slots come in order, the last one starts the exchange."""
         fold = self._folds[slot]
         if slot == self.slots[0]:
-            self._bad = []
+            self._bad, self.exchange_seconds = [], 0.0
         self._backward = Backward(self, fold, last=slot == self.slots[-1])
         for name, parameter in self.arena.parameters.items():
             parameter.grad = self.views[fold.row][name] if fold.accumulate else None
@@ -155,9 +159,11 @@ class Gradients:
         for into, other in merges:
             rows[into].add_(rows[other])
         mine = rows[: max(1, len(self.order.nodes[self.group.rank]))]
-        if not is_finite(mine):
+        if not self.is_finite(mine):
             self._bad.append(unit.name)
+        started = time.perf_counter()
         self.group.all_reduce(mine, self.order)
+        self.exchange_seconds += time.perf_counter() - started
 
     def close(self) -> None:
         """Stop the communication thread and let go of the model."""

@@ -19,8 +19,8 @@ from andon.trainer import Trainer
 class Run:
     """One rank's run; rank 0 speaks, saves and samples for all."""
 
-    def __init__(self, trainer: Trainer, transport: str, emit: Emit) -> None:
-        self.trainer, self.transport = trainer, transport
+    def __init__(self, trainer: Trainer, emit: Emit) -> None:
+        self.trainer, self.transport = trainer, trainer.config.group.transport
         self.config, self.group = trainer.config, trainer.group
         self.leads = self.group.rank == 0
         self.emit: Emit = emit if self.leads else _nothing

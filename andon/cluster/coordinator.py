@@ -1,10 +1,13 @@
 """The coordinator: knows the workers, hands out ranks and the configuration, lets them find each other.
 
-It holds no weights and sees no gradient. Each worker has one thread here that reads its control link.
+It holds no weights and sees no gradient. Each worker has one thread here that reads its control link
+(`andon.cluster.control` has the dialogue). A worker has *left* when it said goodbye with an exit code, and is
+*lost* when its link ended without one.
 """
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 from collections import defaultdict
@@ -12,30 +15,62 @@ from collections.abc import Callable
 from typing import Any
 
 import andon
-from andon.cluster.control import ControlLink, Message
+from andon.cluster.control import COORDINATOR, ControlLink, Message
 from andon.errors import UserError
 from andon.group.base import GroupError, ProtocolError
 from andon.group.link import Link
 from andon.metrics import Emit, event
 
+HANDSHAKE_SECONDS = 10.0
+PREPARE_SECONDS = 3600.0
 FREE_SPACE = "Free some space or choose another --run.dir; the checkpoints are intact"
+
+
+class Refused(GroupError):
+    """A worker that cannot take part, with the reason it was told."""
 
 
 class Coordinator:
     """Serves the workers of one run; `on_event` is told what happens."""
 
     def __init__(
-        self, welcome: dict[str, Any], world_size: int, on_event: Emit, host: str = "127.0.0.1"
+        self, plan: dict[str, Any], world_size: int, on_event: Emit, bind: tuple[str, int] = ("127.0.0.1", 0)
     ) -> None:
-        self.welcome, self.world_size, self.on_event = welcome, world_size, on_event
+        self.plan, self.world_size, self.on_event = plan, world_size, on_event
         self.failures: list[UserError] = []
+        self.ends: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
+        """(rank, exit code) of every worker whose link has ended; None: it was lost."""
         self._words: dict[str, dict[int, str]] = defaultdict(dict)
         self._links: dict[int, ControlLink] = {}
         self._lock = threading.RLock()
-        self._stopping = False
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.create_server(bind)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._start(self._accept)
+
+    def stop(self) -> None:
+        """Ask every worker to save and leave after the current step."""
+        with self._lock:
+            for link in self._links.values():
+                link.send("stop")
+
+    def wait(self) -> int:
+        """Wait until every worker has left; the worst exit code."""
+        codes: list[int] = []
+        while len(codes) < self.world_size:
+            rank, code = self.ends.get()
+            if code is None and not self.failures:
+                lost = UserError(
+                    f"Rank {rank} was lost", "Its connection ended", "Start everything again: it goes on"
+                )
+                self.failures.append(lost)
+            codes.append(1 if code is None else code)
+        return max(codes)
+
+    def close(self) -> None:
+        """Stop listening."""
+        # shutdown wakes the thread that waits in accept; close alone would leave it there.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
     def _start(self, function: Callable[..., None], *arguments: Any) -> None:
         threading.Thread(target=function, args=arguments, name="andon-coordinator", daemon=True).start()
@@ -49,46 +84,57 @@ class Coordinator:
             self._start(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        control = ControlLink(Link(connection, -1, timeout=10))
+        control = ControlLink(Link(connection, COORDINATOR, HANDSHAKE_SECONDS))
+        rank, code = None, None
         try:
             rank = self._admit(control)
-            while self._handle(rank, control.receive()):
-                pass
+            while code is None:
+                code = self._handle(rank, control.receive())
         except OSError as error:  # from whoever records the events: the disk is full, the folder is gone
-            with self._lock:
-                self.failures.append(UserError("The run's events cannot be written", str(error), FREE_SPACE))
+            self.failures.append(UserError("The run's events cannot be written", str(error), FREE_SPACE))
             self.stop()
         except GroupError as error:
-            # The worker's process is watched by whoever started it; here only the connection ends.
-            self.on_event(event("link", detail=str(error)))
+            self.on_event(event("note", text=str(error)))
         finally:
             control.close()
+            if rank is not None:
+                self.ends.put((rank, code))
 
     def _admit(self, control: ControlLink) -> int:
+        """The handshake: version, then data, then a rank."""
         hello = control.receive()
         if hello["kind"] != "hello":
             raise ProtocolError(f"a connection opened with {hello['kind']!r}, not with 'hello'")
+        if hello.get("version") != andon.__version__:
+            self._refuse(
+                control, hello, f"the coordinator runs Andon {andon.__version__}, it {hello.get('version')}"
+            )
+        control.send("plan", **self.plan)
+        control.link.socket.settimeout(PREPARE_SECONDS)
+        ready = control.receive()
+        if ready["kind"] == "failed":
+            self._refuse(control, hello, ready["what"])
+        if ready.get("data") != self.plan["data"]:
+            self._refuse(
+                control, hello, "its tokens are not the coordinator's: the corpus or the tokenizer differ"
+            )
         with self._lock:
-            refusal = None
-            if hello.get("version") != andon.__version__:
-                refusal = (
-                    f"this coordinator runs Andon {andon.__version__}, the worker {hello.get('version')}"
-                )
-            elif len(self._links) >= self.world_size:
-                refusal = f"all {self.world_size} ranks are taken"
-            if refusal:
-                control.send("refused", reason=refusal)
-                raise ProtocolError(f"a worker on {hello.get('host')} was refused: {refusal}")
-            wanted = hello.get("rank")
-            rank = wanted if wanted is not None else min(set(range(self.world_size)) - self._links.keys())
+            free = sorted(set(range(self.world_size)) - self._links.keys())
+            if not free:
+                self._refuse(control, hello, f"all {self.world_size} ranks are taken")
+            rank = hello["rank"] if hello.get("rank") in free else free[0]
             control.link.peer = rank
             control.link.socket.settimeout(None)
             self._links[rank] = control
-        control.send("welcome", rank=rank, world_size=self.world_size, **self.welcome)
+        control.send("welcome", rank=rank, world_size=self.world_size)
         self.on_event(event("worker", rank=rank, pid=hello.get("pid"), host=hello.get("host")))
         return rank
 
-    def _handle(self, rank: int, message: Message) -> bool:
+    def _refuse(self, control: ControlLink, hello: Message, reason: str) -> None:
+        control.send("refused", reason=reason)
+        raise Refused(f"a worker on {hello.get('host')} was refused: {reason}")
+
+    def _handle(self, rank: int, message: Message) -> int | None:
         match message["kind"]:
             case "event":
                 self.on_event(message["event"])
@@ -98,10 +144,10 @@ class Coordinator:
                 with self._lock:
                     self.failures.append(UserError(message["what"], message["cause"], message["remedy"]))
             case "bye":
-                return False
+                return int(message["code"])
             case other:
                 raise ProtocolError(f"rank {rank} sent a message of unknown kind {other!r}")
-        return True
+        return None
 
     def _hear(self, rank: int, topic: str, word: str) -> None:
         with self._lock:
@@ -111,15 +157,3 @@ class Coordinator:
                 del self._words[topic]
                 for link in self._links.values():
                     link.send("words", topic=topic, words=[words[each] for each in range(self.world_size)])
-
-    def stop(self) -> None:
-        """Ask every worker to save and leave after the current step."""
-        with self._lock:
-            for link in self._links.values():
-                link.send("stop")
-
-    def close(self) -> None:
-        """Stop listening."""
-        # shutdown wakes the thread that waits in accept; close alone would leave it there.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()

@@ -31,20 +31,10 @@ GRACE = 15.0  # seconds that the other workers get to notice that one has failed
 
 def train(config: Config, resume: str, console: Console) -> int:
     """`andon train` on this machine; gives the exit code."""
-    show_plan(console, config)
-    folder = RunFolder(config.run.dir)
-    folder.take()
-    try:
-        if resume == "none" and (aside := folder.move_aside()):
-            console.print(f"The earlier run is now in {aside}", style="dim")
-            folder.release()
-            folder.take()
-        checkpoint = folder.resume_from(resume)
+    with _run_folder(config, resume, console) as checkpoint:
         tokens = prepare_tokens(config, console)
-        folder.write_config(config)
-        return _run(config, tokens, checkpoint, console)
-    finally:
-        folder.release()
+        here = "local" if config.workers == 1 else "shm" if sys.platform == "linux" else "torch"
+        return _run(config.with_transport(here), tokens, checkpoint, console)
 
 
 def train_demo(overrides: Mapping[str, Any], console: Console) -> int:
@@ -55,29 +45,101 @@ def train_demo(overrides: Mapping[str, Any], console: Console) -> int:
     return train(config, "none" if finished else "auto", console)
 
 
-def _run(config: Config, tokens: TokenSet, checkpoint: Path | None, console: Console) -> int:
-    display = Display(console, config)
-    recorder = Recorder(config.run.dir, display)
-    log = config.run.dir / "logs" / "rank-{rank}.log"
-    welcome = {
-        "config": config.model_dump(mode="json"),
-        "tokens": str(tokens.folder),
-        "resume": str(checkpoint) if checkpoint else None,
-        "log": str(log),
-    }
-    coordinator = Coordinator(welcome, config.workers, recorder.emit)
+@contextlib.contextmanager
+def _run_folder(config: Config, resume: str, console: Console) -> Iterator[Path | None]:
+    """Show the plan and hold the run's folder; gives the checkpoint to go on from."""
+    show_plan(console, config)
+    folder = RunFolder(config.run.dir)
+    folder.take()
     try:
-        with Workers(config, coordinator.address, log) as workers, _interrupts(console, coordinator, workers):
-            code = workers.wait()
+        if resume == "none" and (aside := folder.move_aside()):
+            console.print(f"The earlier run is now in {aside}", style="dim")
+            folder.release()
+            folder.take()
+        checkpoint = folder.resume_from(resume)
+        folder.write_config(config)
+        yield checkpoint
     finally:
-        coordinator.close()
-        display.close()
-        recorder.close()
+        folder.release()
+
+
+def serve(config: Config, bind: tuple[str, int], console: Console) -> int:
+    """`andon coordinator`: wait for workers started elsewhere and see them through; gives the exit code."""
+    with _run_folder(config, "auto", console) as checkpoint:
+        tokens = prepare_tokens(config, console)
+        return _run(config.with_transport("star"), tokens, checkpoint, console, bind)
+
+
+def _run(
+    config: Config,
+    tokens: TokenSet,
+    checkpoint: Path | None,
+    console: Console,
+    bind: tuple[str, int] | None = None,
+) -> int:
+    """Coordinate a run: start its workers here, or with `bind` wait for those started elsewhere."""
+    display = Display(console, config)
+    log = config.run.dir / "logs" / "rank-{rank}.log"
+    with contextlib.ExitStack() as stack:
+        stack.callback(display.close)
+        recorder = stack.enter_context(contextlib.closing(Recorder(config.run.dir, display)))
+        server = stack.enter_context(gradient_server(config, bind[0] if bind else "127.0.0.1"))
+        plan = {
+            "config": config.model_dump(mode="json"),
+            "data": tokens.digest,
+            "tokens": str(tokens.folder),
+            "resume": str(checkpoint) if checkpoint else None,
+            "log": str(log.parent),
+            "server": server,
+        }
+        coordinator = Coordinator(plan, config.workers, recorder.emit, bind or ("127.0.0.1", 0))
+        stack.enter_context(contextlib.closing(coordinator))
+        if bind:
+            host, port = coordinator.address
+            console.print(f"Waiting for {config.workers} workers: andon worker {host}:{port}", soft_wrap=True)
+            with _interrupts(console, coordinator, None):
+                code = coordinator.wait()
+        else:
+            workers = stack.enter_context(Workers(config, coordinator.address, log))
+            with _interrupts(console, coordinator, workers):
+                code = workers.wait()
     if coordinator.failures:
         show_error(console, coordinator.failures[0])
-    elif code not in (0, EXIT_HALTED):
+        return EXIT_USER_ERROR
+    if code not in (0, EXIT_HALTED):
         raise UserError(f"A worker ended with code {code}", "It gave no reason", f"Look at {log.parent}")
     return code
+
+
+@contextlib.contextmanager
+def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int] | None]:
+    """For `star`: the process that sums the gradients, for as long as the run lasts."""
+    if config.group.transport != "star":
+        yield None
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "andon.group.star_server",
+        host,
+        str(config.workers),
+        str(config.group.timeout),
+    ]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        words = process.stdout.readline().split()
+        if len(words) != 2:
+            raise UserError(
+                "The gradient server did not start",
+                f"It ended with {process.wait()}",
+                "Try --group.transport ring",
+            )
+        yield words[0], int(words[1])
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 class Workers:
@@ -136,7 +198,7 @@ class Workers:
 
 
 @contextlib.contextmanager
-def _interrupts(console: Console, coordinator: Coordinator, workers: Workers) -> Iterator[None]:
+def _interrupts(console: Console, coordinator: Coordinator, workers: Workers | None) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM saves and leaves; a second one quits."""
     seen = 0
 
@@ -146,8 +208,10 @@ def _interrupts(console: Console, coordinator: Coordinator, workers: Workers) ->
         if seen == 1:
             console.print("Saving after this step, then leaving. Once more quits at once.", style="yellow")
             coordinator.stop()
-        else:
+        elif workers:
             workers.kill()
+        else:
+            raise KeyboardInterrupt
 
     with _handling(signal.SIGINT, handle), _handling(signal.SIGTERM, handle):
         yield

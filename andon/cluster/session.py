@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,16 +33,28 @@ def train(
     try:
         if resume:
             trainer.resume(resume)
-        Run(trainer, choose_transport(config.group.transport, group.world_size), emit).train(stop_wanted)
+        Run(trainer, emit).train(stop_wanted)
     finally:
         trainer.close()
 
 
-def open_configured(config: Config, rendezvous: Rendezvous) -> Group:
-    """The group that the configuration asks for; torch is made to give the same bits every time first."""
+def open_configured(
+    config: Config, rendezvous: Rendezvous, host: str = "127.0.0.1", server: Sequence[Any] | None = None
+) -> Group:
+    """The group that the configuration asks for; torch is made to give the same bits every time first.
+
+    `host` is where this rank can be reached, `server` the address of the gradient server (star)."""
     settle(config.threads)
-    transport = choose_transport(config.group.transport, rendezvous.world_size)
-    return open_group(transport, rendezvous, timeout=config.group.timeout, wire=config.group.wire)
+    address = (str(server[0]), int(server[1])) if server else None
+    settings = config.group
+    return open_group(
+        settings.transport,
+        rendezvous,
+        timeout=settings.timeout,
+        wire=settings.wire,
+        host=host,
+        address=address,
+    )
 
 
 def settle(threads: int) -> None:
@@ -50,13 +63,6 @@ def settle(threads: int) -> None:
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-
-
-def choose_transport(wanted: str, world_size: int) -> str:
-    """What `auto` means: nothing to exchange alone, torch otherwise."""
-    if wanted != "auto":
-        return wanted
-    return "local" if world_size == 1 else "torch"
 
 
 def choose_device(wanted: str, rank: int, emit: Emit) -> torch.device:

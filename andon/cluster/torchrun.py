@@ -17,11 +17,10 @@ from rich.console import Console
 
 from andon.cluster.prepare import prepare_tokens
 from andon.cluster.run_folder import RunFolder
-from andon.cluster.session import choose_transport, settle, train
+from andon.cluster.session import open_configured, settle, train
 from andon.cluster.worker import EXIT_HALTED
 from andon.config import Config
 from andon.display import Display, show_plan
-from andon.group import open_group
 from andon.group.base import Group
 from andon.group.torch_dist import StoreRendezvous, TorchGroup
 from andon.integrity.halt import JidokaHalt
@@ -32,8 +31,7 @@ def run(config: Config, resume: str, console: Console) -> int:
     """Train as the rank that the environment names; gives the exit code."""
     settle(config.threads)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    config = config.model_copy(update={"workers": world_size})
-    Config.model_validate(config.model_dump())
+    config = Config.model_validate({**config.model_dump(), "workers": world_size}).with_transport("torch")
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -66,12 +64,11 @@ def run(config: Config, resume: str, console: Console) -> int:
 def _open(config: Config) -> Group:
     backend = "nccl" if config.device != "cpu" and torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend)
-    transport = choose_transport(config.group.transport, dist.get_world_size())
-    if transport == "torch":
+    if config.group.transport == "torch":
         return TorchGroup(None, config.group.timeout, config.group.wire, owned=True)
     store = dist.distributed_c10d._get_default_store()
     rendezvous = StoreRendezvous(store, dist.get_rank(), dist.get_world_size(), config.group.timeout)
-    return open_group(transport, rendezvous, timeout=config.group.timeout, wire=config.group.wire)
+    return open_configured(config, rendezvous)
 
 
 def _nothing(said: Event) -> None:

@@ -1,4 +1,4 @@
-"""A worker: joins a coordinator, learns its rank and the configuration, and trains."""
+"""A worker: joins a coordinator, learns the configuration and its rank, and trains."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import andon
-from andon.cluster.control import COORDINATOR, ControlLink
+from andon.cluster.control import COORDINATOR, ControlLink, Message
 from andon.config import Config
 from andon.data.tokens import TokenSet
 from andon.errors import UserError
@@ -24,29 +24,23 @@ from andon.metrics import Event
 
 EXIT_USER_ERROR = 1
 EXIT_HALTED = 3
+START_AGAIN = "The same command goes on from the newest checkpoint"
+WAIT_FOR_ALL = 600.0  # seconds until every worker must have joined
 
 
 class Membership:
-    """This worker's place in a run: its rank, the configuration, and the coordinator's ear."""
+    """This worker's place in a run: its rank, and the coordinator's ear."""
 
-    def __init__(self, host: str, port: int, timeout: float, rank: int | None = None) -> None:
-        self.control = ControlLink(Link.connect(host, port, COORDINATOR, timeout))
-        self.control.send(
-            "hello", version=andon.__version__, host=socket.gethostname(), pid=os.getpid(), rank=rank
-        )
-        welcome = self.control.receive()
-        if welcome["kind"] == "refused":
-            raise UserError(
-                f"{host}:{port} refused this worker", welcome["reason"], "Install the same version"
-            )
+    def __init__(self, control: ControlLink, welcome: Message, timeout: float) -> None:
+        self.control, self.timeout = control, timeout
         self.rank: int = welcome["rank"]
         self.world_size: int = welcome["world_size"]
-        self.welcome: dict[str, Any] = welcome
-        self.timeout = timeout
+        self.host: str = control.link.socket.getsockname()[0]
+        """Where the other workers reach this one: the address that reaches the coordinator."""
         self.stop = threading.Event()
         self._leaving = False
         self._words: queue.SimpleQueue[tuple[str, list[str]]] = queue.SimpleQueue()
-        self.control.link.socket.settimeout(None)
+        control.link.socket.settimeout(None)
         threading.Thread(target=self._listen, name="andon-control", daemon=True).start()
 
     def _listen(self) -> None:
@@ -75,52 +69,76 @@ class Membership:
         assert heard == topic, (heard, topic)
         return words
 
-    def leave(self) -> None:
+    def leave(self, code: int) -> None:
         """Say goodbye: from here on the coordinator may go."""
         self._leaving = True
-        self.control.send("bye")
+        self.control.send("bye", code=code)
 
     def emit(self, said: Event) -> None:
         """Report an event."""
         self.control.send("event", event=said)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one worker of `andon train`: the coordinator's address and the rank come as arguments."""
-    host, port, rank = arguments
-    membership = Membership(host, int(port), timeout=60, rank=int(rank))
+def join(host: str, port: int, rank: int | None, tokens_of: Callable[[Config, Message], TokenSet]) -> int:
+    """Join the coordinator at host:port, take part in its run, and give the exit code."""
+    control = ControlLink(Link.connect(host, port, COORDINATOR, timeout=10))
+    control.send("hello", version=andon.__version__, host=socket.gethostname(), pid=os.getpid(), rank=rank)
+    plan = _answer(control, "plan")
+    config = Config.model_validate(plan["config"])
     try:
-        return work(membership)
+        tokens = tokens_of(config, plan)
     except UserError as error:
-        membership.control.send("failed", what=error.what, cause=error.cause, remedy=error.remedy)
+        control.send("failed", what=error.what, cause=error.cause, remedy=error.remedy)
+        raise
+    control.send("ready", data=tokens.digest)
+    membership = Membership(control, _answer(control, "welcome"), WAIT_FOR_ALL)
+    code = EXIT_USER_ERROR
+    try:
+        code = _work(config, tokens, plan, membership)
+    except UserError as error:
+        control.send("failed", what=error.what, cause=error.cause, remedy=error.remedy)
+    except GroupError as error:
+        traceback.print_exc()
+        what = f"Rank {membership.rank} on {socket.gethostname()} stopped: {error}"
+        control.send("failed", what=what, cause="A worker died or cannot be reached", remedy=START_AGAIN)
     except Exception as error:
         traceback.print_exc()
-        membership.control.send(
-            "failed",
-            what=f"Rank {membership.rank} on {socket.gethostname()} stopped: {type(error).__name__}: {error}",
-            cause="This was not expected; the traceback is in the worker's log",
-            remedy=f"Look at {membership.welcome['log'].format(rank=membership.rank)}",
+        what = f"Rank {membership.rank} on {socket.gethostname()} stopped: {type(error).__name__}: {error}"
+        control.send(
+            "failed", what=what, cause="This was not expected", remedy=f"Its traceback is in {plan['log']}"
         )
-    return EXIT_USER_ERROR
+    membership.leave(code)
+    return code
 
 
-def work(membership: Membership) -> int:
+def _work(config: Config, tokens: TokenSet, plan: dict[str, Any], membership: Membership) -> int:
     """Train as one rank of a run; torch is loaded here and not before."""
     from andon.cluster.session import open_configured, train
     from andon.integrity.halt import JidokaHalt
 
-    welcome = membership.welcome
-    config = Config.model_validate(welcome["config"])
-    tokens = TokenSet.open(Path(welcome["tokens"]))
-    resume = Path(welcome["resume"]) if welcome["resume"] else None
+    group = open_configured(config, membership, membership.host, plan["server"])
+    resume = Path(plan["resume"]) if plan["resume"] else None
     try:
-        group = open_configured(config, membership)
         train(config, tokens, group, resume, membership.emit, membership.stop.is_set)
     except JidokaHalt:
-        membership.leave()
         return EXIT_HALTED
-    membership.leave()
     return 0
+
+
+def _answer(control: ControlLink, expected: str) -> Message:
+    answer = control.receive()
+    if answer["kind"] == "refused":
+        raise UserError(
+            "The coordinator refused this worker", answer["reason"], "Put that right and start it again"
+        )
+    assert answer["kind"] == expected, answer
+    return answer
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One worker of `andon train`: the coordinator's address and the rank come as arguments."""
+    host, port, rank = arguments
+    return join(host, int(port), int(rank), lambda config, plan: TokenSet.open(Path(plan["tokens"])))
 
 
 if __name__ == "__main__":

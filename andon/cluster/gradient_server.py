@@ -1,0 +1,26 @@
+"""The gradient server of a `star` run, in a process of its own: it ends when its standard input does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from andon.group.star_server import StarServer
+
+
+def main(host: str, world_size: int, timeout: float) -> None:
+    """Say where I listen, then serve until the workers are gone."""
+    server = StarServer((host, 0), world_size, timeout)
+    print(*server.address, flush=True)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    server.serve()
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
