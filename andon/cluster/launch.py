@@ -120,7 +120,7 @@ def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int] | Non
     command = [
         sys.executable,
         "-m",
-        "andon.group.star_server",
+        "andon.cluster.gradient_server",
         host,
         str(config.workers),
         str(config.group.timeout),

@@ -1,0 +1,108 @@
+"""`andon coordinator` and `andon worker` as separate processes: one answer, and refusals with the reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.runs import SMALL, andon, start, summary, train
+
+STEPS = ["--train.steps=8"]
+
+
+@contextmanager
+def coordinating(cwd: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A coordinator that listens, and its address."""
+    command = ["coordinator", *SMALL, *STEPS, "--run.dir=run", "--bind=127.0.0.1:0", *arguments]
+    process = start(*command, cwd=cwd)
+    assert process.stdout is not None
+    try:
+        while not (found := re.search(r"andon worker (\S+)", line := process.stdout.readline())):
+            assert line, "the coordinator ended"
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    digest: str = train(*STEPS, cwd=tmp_path_factory.mktemp("alone"))["weights_blake3"]
+    return digest
+
+
+@pytest.mark.parametrize(("transport", "workers"), [("star", 3), ("ring", 2)])
+def test_workers_started_by_hand_give_the_answer(
+    tmp_path: Path, answer: str, transport: str, workers: int
+) -> None:
+    options = [f"--workers={workers}", f"--group.transport={transport}"]
+    with coordinating(tmp_path, *options) as (coordinator, address):
+        started = [start("worker", address, cwd=tmp_path) for _ in range(workers)]
+        outputs = [worker.communicate(timeout=90)[0] for worker in started]
+        assert [worker.returncode for worker in started] == [0] * workers, outputs
+        output, _ = coordinator.communicate(timeout=30)
+        assert coordinator.returncode == 0, output
+    assert summary(tmp_path / "run")["weights_blake3"] == answer
+    assert summary(tmp_path / "run")["transport"] == transport
+
+
+def test_a_worker_with_other_data_is_refused_with_the_reason_and_another_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "text.txt").write_text("One two three four five. " * 400)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "text.txt").write_text("Six seven eight nine ten. " * 400)
+    with coordinating(tmp_path, "text.txt", "--workers=1", "--group.transport=ring") as (
+        coordinator,
+        address,
+    ):
+        code, output = andon("worker", address, cwd=other)
+        assert code == 1 and "its tokens are not the coordinator's" in output, output
+        code, output = andon("worker", address, cwd=tmp_path)
+        assert code == 0, output
+        said, _ = coordinator.communicate(timeout=30)
+        assert coordinator.returncode == 0 and "was refused: its tokens are not" in said
+
+
+def test_a_worker_of_another_version_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with coordinating(tmp_path, "--workers=1") as (_, address):
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            hello = b"\x10" + json.dumps({"kind": "hello", "version": "9.9.9", "host": "elsewhere"}).encode()
+            connection.sendall(struct.pack(">I", len(hello)) + hello)
+            (length,) = struct.unpack(">I", connection.recv(4))
+            answer = json.loads(connection.recv(length)[1:])
+    assert answer["kind"] == "refused" and "it 9.9.9" in answer["reason"]
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x05\x10null", b"\xff" * 64, b""])
+def test_noise_at_the_door_does_no_harm(tmp_path: Path, answer: str, noise: bytes) -> None:
+    with coordinating(tmp_path, "--workers=1", "--group.transport=ring") as (coordinator, address):
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(noise)
+        code, output = andon("worker", address, cwd=tmp_path)
+        assert code == 0, output
+        coordinator.communicate(timeout=30)
+    assert summary(tmp_path / "run")["weights_blake3"] == answer
+
+
+def test_binding_off_loopback_needs_a_word(tmp_path: Path) -> None:
+    code, output = andon("coordinator", *SMALL, "--bind=0.0.0.0:0", cwd=tmp_path)
+    assert code == 1 and "Nobody is authenticated yet" in output and "--insecure" in output, output
+
+
+def test_a_coordinator_that_is_not_there(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code, output = andon("worker", f"127.0.0.1:{port}", cwd=tmp_path)
+    assert code == 1 and "cannot be reached" in output, output
