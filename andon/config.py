@@ -213,7 +213,7 @@ class Config(Section):
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "tiny": {
-        "train": {"steps": 800, "slots": 4, "micro_batch": 4},
+        "train": {"steps": 700, "slots": 4, "micro_batch": 4},
         "optim": {"lr": 4e-3, "warmup": 40, "final_lr": 0.05},
         "eval": {"every": 200, "sample_every": 5.0},
         "checkpoint": {"every": 200},

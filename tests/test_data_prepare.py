@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andon.data.shards import Corpus, prepare
-from andon.data.tokens import TokenSet
 from andon.data.sources import PIECE, Counts, Document, documents, find_files
 from andon.data.stories import stories
 from andon.data.tokenizer import Tokenizer
+from andon.data.tokens import TokenSet
 from andon.errors import UserError
 
 END = 256

@@ -8,14 +8,12 @@ network is not mistaken for a stalled peer.
 from __future__ import annotations
 
 import socket
-import struct
 import time
-from typing import Final
 
 from andon.group.base import GroupTimeout, PeerLost, ProtocolError
+from andon.group.wire import LENGTH
 
 Buffer = bytes | bytearray | memoryview
-LENGTH: Final = struct.Struct(">I")
 
 
 class Link:
