@@ -27,6 +27,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
 data_app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
@@ -158,6 +160,55 @@ def doctor() -> None:
     from andon.doctor import examine
 
     examine(_console())
+
+
+@app.command()
+def drill(
+    transport: Annotated[str, typer.Option(help="shm, star, ring or torch.")] = "shm",
+) -> None:
+    """Rehearse every fault on this machine and show that the line stops.
+
+    Faults can also be given to `andon train` as --fault kind:key=value,… (repeatable):
+    nan|inf:rank=1,step=7[,slot=S][,parameter=NAME] ·
+    bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second][,bit=K] ·
+    die|stall:rank=1,step=5[,at=forward|backward|exchange|optimizer][,seconds=N]
+    """
+    from andon.drill import drill as run
+
+    sys.exit(run(transport, _console()))
+
+
+@bench_app.command("transport")
+def bench_transport(
+    transports: Annotated[
+        str, typer.Option(help="Which, and `:bf16` for that wire.")
+    ] = "shm,ring,ring:bf16,star,torch",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
+    sizes: Annotated[str, typer.Option(help="Vector sizes.")] = "64KB,1MB,16MB,64MB,256MB",
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of each; the median counts.")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
+) -> None:
+    """All-reduce of every transport against gloo, interleaved in one run."""
+    from andon.bench.transport import main as run
+    from andon.bench.transport import parse_size
+
+    counts = [int(count) for count in ranks.split(",")]
+    run(transports.split(","), counts, [parse_size(size) for size in sizes.split(",")], repetitions, as_json)
+
+
+@bench_app.command("train")
+def bench_train(
+    preset: Annotated[str, typer.Option(help="The model.")] = "30m",
+    ranks: Annotated[int, typer.Option(min=1, help="Workers.")] = 2,
+    tokens: Annotated[str, typer.Option(help="Tokens per worker and step.")] = "64,512,4096",
+    repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median counts.")] = 9,
+    transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
+) -> None:
+    """Andon's step with and without checks against PyTorch DDP over Gloo, interleaved in one run."""
+    from andon.bench.train import main as run
+
+    run(preset, ranks, [int(count) for count in tokens.split(",")], repetitions, transport, as_json)
 
 
 @config_app.command("show", context_settings=ANY)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 SMALL = [
     *("--model.vocab=300", "--model.hidden=32", "--model.layers=2", "--model.heads=2", "--model.kv_heads=1"),
     *("--model.intermediate=48", "--train.context=32", "--train.micro_batch=2", "--train.slots=4"),
@@ -26,9 +28,25 @@ def environment(cwd: Path) -> dict[str, str]:
 def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     """Start `andon …` in a folder."""
     command = [sys.executable, "-m", "andon", *arguments]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command, cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    _started.append(process)
+    return process
+
+
+_started: list[subprocess.Popen[str]] = []
+
+
+def end_started() -> None:
+    """End every process that is still running, and its children."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate()
 
 
 def andon(*arguments: str, cwd: Path, timeout: float = 100) -> tuple[int, str]:
