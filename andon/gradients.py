@@ -61,7 +61,7 @@ class Gradients:
         self.arena, self.group, self.on_gradient = arena, group, on_gradient
         self.order = plan(slots, group.world_size)
         self.slots = self.order.range_of(group.rank)
-        self.rows = group.allocate(self.order.rows(group.rank), arena.layout.size).to(arena.device)
+        self.rows = _buffers(arena, group, self.order.rows(group.rank))
         self.total = self.rows[0]
         self.views = [{name: arena.layout.view(row, name) for name in arena.parameters} for row in self.rows]
         self._folds = {fold.slot: fold for fold in self.order.folds(group.rank)}
@@ -212,6 +212,13 @@ class Backward:
             unit = units[len(self.exchanges)]
             task = self.gradients._thread.submit(self.gradients._exchange, unit, self.fold.merges, before)
             self.exchanges.append(task)
+
+
+def _buffers(arena: Arena, group: Group, rows: int) -> Tensor:
+    """Gradient buffers: on the CPU where the transport exchanges best, on a GPU beside the weights."""
+    if arena.device.type == "cpu":
+        return group.allocate(rows, arena.layout.size)
+    return torch.zeros(rows, arena.layout.size, device=arena.device)
 
 
 def is_finite(values: Tensor) -> bool:

@@ -45,8 +45,8 @@ def rows_of_mine(group: Group, order: Order, length: int, allocated: bool) -> to
     """My contribution, in memory of the group's or in plain memory."""
     leaves = contributions(order, length)
     mine = [leaf for leaf, (rank, _) in zip(leaves, order.leaves, strict=True) if rank == group.rank]
-    rows = group.allocate(len(mine), length) if allocated else torch.empty(len(mine), length)
-    return rows.copy_(torch.stack(mine))
+    wide = group.allocate(len(mine), length + 7) if allocated else torch.empty(len(mine), length + 7)
+    return wide[:, 3 : 3 + length].copy_(torch.stack(mine))  # rows with a stride, as units of an arena are
 
 
 def same_bits(group: Group, tensor: torch.Tensor) -> None:
