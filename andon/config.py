@@ -137,6 +137,11 @@ class GroupConfig(Section):
     """Seconds without progress after which a peer counts as stalled."""
 
 
+class ZeroConfig(Section):
+    policy: Literal["off", "even", "round_robin", "contiguous"] = "off"
+    """Share out the optimizer state: a slice of every unit to each rank, or whole units."""
+
+
 class CheckpointConfig(Section):
     every: NonNegativeInt = 100
     """Save every so many steps, and at the end; 0: only at the end."""
@@ -172,6 +177,7 @@ class Config(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     group: GroupConfig = Field(default_factory=GroupConfig)
+    zero: ZeroConfig = Field(default_factory=ZeroConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from andon.arena import CELL, Arena, Unit
+from andon.arena import CELL, Arena
 from andon.group.base import Group
-from andon.order import Fold, plan, shares
+from andon.optim.zero import Ownership
+from andon.order import Fold, plan
 
 OnGradient = Callable[[int, str, Tensor], None]
 """Called with the slot, the parameter's name and its fresh gradient."""
@@ -55,10 +57,17 @@ class Totals:
 
 
 class Gradients:
-    """The summed gradients of a step; after `finish`, `total` is the same on every rank."""
+    """The summed gradients of a step; after `finish`, `total` holds the sums of what this rank owns."""
 
-    def __init__(self, arena: Arena, group: Group, slots: int, on_gradient: OnGradient | None = None) -> None:
-        self.arena, self.group, self.on_gradient = arena, group, on_gradient
+    def __init__(
+        self,
+        arena: Arena,
+        group: Group,
+        slots: int,
+        ownership: Ownership,
+        on_gradient: OnGradient | None = None,
+    ) -> None:
+        self.arena, self.group, self.ownership, self.on_gradient = arena, group, ownership, on_gradient
         self.order = plan(slots, group.world_size)
         self.slots = self.order.range_of(group.rank)
         self.rows = _buffers(arena, group, self.order.rows(group.rank))
@@ -71,6 +80,11 @@ class Gradients:
         self.exchange_seconds = 0.0
         """How long the collectives of this step took, most of it beside backward."""
         self._cells = torch.zeros(arena.layout.size // CELL, device=arena.device)
+        self._cell_ranges = ownership.cells()
+        counts = [sum(stop - start for start, stop in ranges) // CELL for ranges in self._cell_ranges]
+        self._cell_bounds = [0, *accumulate(counts)]
+        held = [np.arange(lo // CELL, hi // CELL) for ranges in self._cell_ranges for lo, hi in ranges]
+        self._cell_order = np.argsort(np.concatenate(held))
         self._thread = ThreadPoolExecutor(
             1, "andon-exchange", initializer=_same_threads(torch.get_num_threads())
         )
@@ -128,13 +142,15 @@ class Gradients:
             self._watch = None
 
     def _norm(self) -> float:
-        """The norm of the total, over cells in fixed order; each rank squares its share of the cells."""
-        bounds = shares(len(self._cells), self.group.world_size)
-        mine = slice(bounds[self.group.rank], bounds[self.group.rank + 1])
-        squares = self.total.view(-1, CELL)[mine]
-        torch.linalg.vector_norm(squares, dim=1, out=self._cells[mine])
-        self.group.all_gather(self._cells, bounds)
-        cells = self._cells.cpu().numpy().astype(np.float64)
+        """The norm of the total, over cells in the order of the arena; each rank takes those it owns."""
+        at = self._cell_bounds[self.group.rank]
+        for start, stop in self._cell_ranges[self.group.rank]:
+            rows = self.total[start:stop].view(-1, CELL)
+            torch.linalg.vector_norm(rows, dim=1, out=self._cells[at : at + len(rows)])
+            at += len(rows)
+        self.group.all_gather(self._cells, self._cell_bounds)
+        by_rank = self._cells.cpu().numpy().astype(np.float64)
+        cells = by_rank[self._cell_order]
         return float(np.sqrt(np.dot(cells, cells)))
 
     def _hook(self, unit: int, name: str) -> Callable[[Tensor], None]:
@@ -152,9 +168,10 @@ class Gradients:
 
         return hook
 
-    def _exchange(self, unit: Unit, merges: tuple[tuple[int, int], ...], before: Future[None] | None) -> None:
+    def _exchange(self, index: int, merges: tuple[tuple[int, int], ...], before: Future[None] | None) -> None:
         if before is not None:
             before.result()  # once a unit has failed, the rest fail with its error
+        unit = self.arena.layout.units[index]
         rows = self.rows[:, unit.start : unit.stop]
         for into, other in merges:
             rows[into].add_(rows[other])
@@ -162,7 +179,10 @@ class Gradients:
         if not self.is_finite(mine):
             self._bad.append(unit.name)
         started = time.perf_counter()
-        self.group.all_reduce(mine, self.order)
+        if self.ownership.bounds is None:
+            self.group.all_reduce(mine, self.order)
+        else:
+            self.group.reduce_scatter(mine, self.ownership.bounds[index], self.order)
         self.exchange_seconds += time.perf_counter() - started
 
     def close(self) -> None:
@@ -209,8 +229,8 @@ class Backward:
         units = self.gradients.arena.layout.units
         while self.last and len(self.exchanges) < len(units) and not self.missing[len(self.exchanges)]:
             before = self.exchanges[-1] if self.exchanges else None
-            unit = units[len(self.exchanges)]
-            task = self.gradients._thread.submit(self.gradients._exchange, unit, self.fold.merges, before)
+            unit, merges = len(self.exchanges), self.fold.merges
+            task = self.gradients._thread.submit(self.gradients._exchange, unit, merges, before)
             self.exchanges.append(task)
 
 

@@ -16,6 +16,7 @@ Only parameters that require gradients take part, so a LoRA model exchanges its 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from andon.group.base import Group
 from andon.integrity.fingerprint import Fingerprints
 from andon.integrity.halt import JidokaHalt
 from andon.optim.adamw import AdamW, Settings
+from andon.optim.zero import Ownership, Policy
 
 
 class DataParallel:
@@ -37,15 +39,21 @@ class DataParallel:
         group: Group,
         slots: int,
         settings: Settings | None = None,
+        zero: Policy = "off",
         on_gradient: OnGradient | None = None,
     ) -> None:
         self.model, self.group = model, group
-        self.arena = Arena(model)
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        self.arena = Arena(
+            model, (lambda size: group.allocate(1, size)[0]) if zero != "off" and on_cpu else None
+        )
         group.broadcast(self.arena.weights, src=0)
-        self.gradients = Gradients(self.arena, group, slots, on_gradient)
-        self.optimizer = AdamW(self.arena, settings or Settings())
-        self.moments = {"first": self.optimizer.first, "second": self.optimizer.second}
-        self.state = {"weights": self.arena.weights, **self.moments}
+        self.ownership = Ownership.of(self.arena.layout, group.world_size, zero)
+        self.gradients = Gradients(self.arena, group, slots, self.ownership, on_gradient)
+        self.optimizer = AdamW(self.arena, settings or Settings(), self.ownership.parts(group.rank))
+        self.state = {"weights": self.arena.weights}
+        if not self.ownership.shared:
+            self.state |= self.optimizer.moments
         self.fingerprints = Fingerprints(self.arena, self.state, group)
         self.slots = self.gradients.slots
         self.steps_done = 0
@@ -69,6 +77,34 @@ class DataParallel:
         """AdamW on the mean gradient, clipped to a global norm (0: not clipped)."""
         scale = totals.tokens * max(1.0, totals.norm / clip if clip else 1.0)
         self.optimizer.step(self.gradients.total, scale, lr)
+        self.gather_weights()
+
+    def gather_weights(self) -> None:
+        """With ZeRO: everyone gets what the others have updated."""
+        for unit, bounds in zip(self.arena.layout.units, self.ownership.bounds or (), strict=False):
+            self.group.all_gather(self.arena.weights[unit.start : unit.stop], bounds)
+
+    def gather_moments(self) -> dict[str, Tensor]:
+        """AdamW's moments of every parameter on the CPU, complete on rank 0; every rank calls it."""
+        views = self.arena.layout.views
+        whole = {kind: torch.zeros(self.arena.layout.size) for kind in self.optimizer.moments}
+        for kind, flat in self.optimizer.moments.items():
+            self._gather_into(whole[kind], flat)
+        return {f"{kind}.{name}": view for kind, flat in whole.items() for name, view in views(flat).items()}
+
+    def _gather_into(self, whole: Tensor, flat: Tensor) -> None:
+        at = 0
+        for start, stop in self.optimizer.parts:
+            whole[start:stop].copy_(flat[at : at + stop - start])
+            at += stop - start
+        for unit, bounds in zip(self.arena.layout.units, self.ownership.bounds or (), strict=False):
+            self.group.all_gather(whole[unit.start : unit.stop], bounds)
+
+    def load_moments(self, read: Callable[[str], Tensor]) -> None:
+        """Take this rank's part of the moments from whole tensors, read by name."""
+        for kind, flat in self.optimizer.moments.items():
+            for name, lo, hi, at in self.optimizer.pieces():
+                flat[at : at + hi - lo].copy_(read(f"{kind}.{name}").flatten()[lo:hi])
 
     def close(self) -> None:
         """Let go of the model and the group."""

@@ -98,9 +98,10 @@ class Run:
 
     def save(self) -> None:
         """Save a checkpoint of the current step; rank 0 writes, the others wait until it is on disk."""
+        started = time.perf_counter()
+        snapshot = self.trainer.snapshot()
         if self.leads:
-            started = time.perf_counter()
-            folder = self.store.save(self.trainer.snapshot())
+            folder = self.store.save(snapshot)
             seconds = round(time.perf_counter() - started, 3)
             self.emit(event("checkpoint", step=self.trainer.step, path=str(folder), seconds=seconds))
         self.group.barrier()

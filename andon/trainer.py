@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon.checkpoint.store import Snapshot, load_moments, load_state
+from andon.checkpoint.store import Snapshot, load_state, open_moments
 from andon.config import Config
 from andon.data.batches import Batches
 from andon.data.tokens import TokenSet
@@ -46,7 +46,9 @@ class Trainer:
         self.faults = Faults(config.fault, group.rank)
         settings = Settings(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
         on_gradient = self._poison if config.fault else None
-        self.parallel = DataParallel(self.model, group, train.slots, settings, on_gradient)
+        self.parallel = DataParallel(
+            self.model, group, train.slots, settings, config.zero.policy, on_gradient
+        )
         self.arena, self.gradients = self.parallel.arena, self.parallel.gradients
         self.step = self.skipped = self.skips = 0
         self.last_loss = float("nan")
@@ -129,13 +131,13 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16) if wanted else contextlib.nullcontext()
 
     def snapshot(self) -> Snapshot:
-        """Everything that an exact resume needs."""
+        """Everything that an exact resume needs; complete on rank 0, but every rank must call it."""
         config = json.dumps(to_hub(self.config.shape, self.tokens.tokenizer().end), indent=2) + "\n"
         views = self.arena.layout.views
         return Snapshot(
             step=self.step,
             weights={name: view.cpu() for name, view in views(self.arena.weights).items()},
-            moments={name: view.cpu() for name, view in self._moment_views().items()},
+            moments=self.parallel.gather_moments(),
             state={
                 "step": self.step,
                 "loss": self.last_loss,
@@ -158,7 +160,8 @@ class Trainer:
                 "Give the same corpus, or start afresh with --resume none",
             )
         load_weights(self.model, folder)
-        load_moments(folder, self._moment_views())
+        with open_moments(folder, self.arena.parameters) as read:
+            self.parallel.load_moments(read)
         self.step, self.skipped, self.skips = state["step"], state["skipped"], state["skips_in_a_row"]
         self.parallel.optimizer.steps_done = self.step - self.skipped
         self.last_loss = float(state["loss"])
@@ -169,14 +172,6 @@ class Trainer:
 
     def _poison(self, slot: int, name: str, gradient: Tensor) -> None:
         self.faults.poison(self.step + 1, slot, self.gradients.slots[0], name, gradient)
-
-    def _moment_views(self) -> dict[str, Tensor]:
-        views = self.arena.layout.views
-        return {
-            f"{kind}.{name}": view
-            for kind, flat in self.parallel.moments.items()
-            for name, view in views(flat).items()
-        }
 
     def close(self) -> None:
         """Let go of threads and peers."""

@@ -14,6 +14,7 @@ from andon.group.local import LocalGroup
 from andon.model.llama import Llama
 from andon.model.shape import Shape
 from andon.optim.adamw import AdamW, Settings
+from andon.optim.zero import Ownership
 from andon.order import middle
 
 SHAPE = Shape(vocab=50, hidden=16, layers=3, heads=2, kv_heads=1, intermediate=24, context=12)
@@ -81,7 +82,7 @@ def test_a_module_without_blocks_has_a_unit_for_each_layer_and_frozen_parameters
 def test_adamw_on_the_arena_is_torchs_adamw_bit_for_bit() -> None:
     model = make()
     arena = Arena(model)
-    ours = AdamW(arena, Settings(weight_decay=0.1))
+    ours = AdamW(arena, Settings(weight_decay=0.1), [(0, arena.layout.size)])
     copies = {name: nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()}
     matrices = [value for value in copies.values() if value.dim() > 1]
     vectors = [value for value in copies.values() if value.dim() == 1]
@@ -97,6 +98,11 @@ def test_adamw_on_the_arena_is_torchs_adamw_bit_for_bit() -> None:
         theirs.step()
         ours.step(drawn, scale=513.7, lr=1e-3 / step)
         assert all(torch.equal(value, copies[name]) for name, value in model.named_parameters()), step
+
+
+def make_gradients(model: nn.Module, slots: int) -> Gradients:
+    arena = Arena(model)
+    return Gradients(arena, LocalGroup(), slots, Ownership.of(arena.layout, 1, "off"))
 
 
 def plain_gradient(model: Llama, slot: int) -> dict[str, Tensor]:
@@ -117,7 +123,7 @@ def tree(model: Llama, lo: int, hi: int) -> dict[str, Tensor]:
 def test_gradients_over_slots_are_the_tree_sum_bit_for_bit(slots: int) -> None:
     expected = tree(make(), 0, slots)
     model = make()
-    gradients = Gradients(Arena(model), LocalGroup(), slots)
+    gradients = make_gradients(model, slots)
     for _ in range(2):  # the second round must not see the first
         for slot in range(slots):
             x, y = batch(slot)
@@ -133,15 +139,16 @@ def test_gradients_over_slots_are_the_tree_sum_bit_for_bit(slots: int) -> None:
 
 
 def test_a_parameter_without_a_gradient_counts_as_zero() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    gradients = Gradients(Arena(model), LocalGroup(), slots=2)
+    used, unused = nn.Linear(3, 4), nn.Linear(4, 2)
+    model = nn.Sequential(used, unused)
+    gradients = make_gradients(model, slots=2)
     for parameter in model.parameters():
         parameter.data.fill_(0.5)
     for slot in range(2):
-        gradients.backward(model[0](torch.ones(1, 3)).sum(), slot, 1)
+        gradients.backward(used(torch.ones(1, 3)).sum(), slot, 1)
     gradients.finish()
-    assert model[0].weight.grad is not None and model[0].weight.grad.eq(2).all()
-    assert model[1].weight.grad is not None and model[1].weight.grad.eq(0).all()
+    assert used.weight.grad is not None and used.weight.grad.eq(2).all()
+    assert unused.weight.grad is not None and unused.weight.grad.eq(0).all()
     gradients.close()
 
 

@@ -48,8 +48,7 @@ def make_trainer(group: Group, tokens: Path, config: Config) -> Trainer:
 
 def digest(trainer: Trainer) -> str:
     """The digest of weights and moments together."""
-    everything = {**trainer.arena.parameters, **trainer._moment_views()}
-    return weights_blake3(everything)
+    return weights_blake3({**trainer.arena.parameters, **trainer.parallel.gather_moments()})
 
 
 def train_digest(group: Group, tokens: Path, config: Config) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,17 +86,17 @@ def load_state(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def load_moments(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Copy AdamW's moments of a checkpoint into the given views."""
+@contextlib.contextmanager
+def open_moments(folder: Path, parameters: Collection[str]) -> Iterator[Callable[[str], Tensor]]:
+    """A reader of AdamW's moments by name (`first.NAME`, `second.NAME`), checked to fit the parameters."""
     with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
-        if set(file.keys()) != set(into):
+        if set(file.keys()) != {f"{kind}.{name}" for kind in ("first", "second") for name in parameters}:
             raise UserError(
                 f"{folder} does not fit this model",
                 "Its optimizer state names other parameters",
                 "Use the configuration it was saved with, or another --run.dir",
             )
-        for name, view in into.items():
-            view.copy_(file.get_tensor(name))
+        yield file.get_tensor
 
 
 def weights_blake3(parameters: Mapping[str, Tensor]) -> str:

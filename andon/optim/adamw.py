@@ -1,7 +1,8 @@
-"""AdamW on the flat arena: two fused calls, one for the matrices of all units and one for the rest."""
+"""AdamW on parts of the flat arena, in two fused calls: one for all matrices and one for the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,34 +23,47 @@ class Settings:
 
 
 class AdamW:
-    """AdamW with decoupled weight decay on matrices only; its moments have the arena's layout."""
+    """AdamW with weight decay on matrices only; its moments hold the given parts, one after another."""
 
-    def __init__(self, arena: Arena, settings: Settings) -> None:
-        self.arena, self.settings = arena, settings
-        self.first = arena.zeros(arena.layout.size)
-        self.second = arena.zeros(arena.layout.size)
+    def __init__(self, arena: Arena, settings: Settings, parts: Sequence[tuple[int, int]]) -> None:
+        self.arena, self.settings, self.parts = arena, settings, list(parts)
+        size = sum(stop - start for start, stop in parts)
+        self.moments = {"first": arena.zeros(size), "second": arena.zeros(size)}
         self.steps_done = 0
-        units = arena.layout.units
-        self._matrices = [(unit.start, unit.vectors) for unit in units if unit.start < unit.vectors]
-        self._vectors = [(unit.vectors, unit.stop) for unit in units if unit.vectors < unit.stop]
+        self._matrices, self._vectors = self._split()
+
+    def _split(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """(start, stop, offset in the moments) of the parts' matrices and of the rest."""
+        matrices: list[tuple[int, int, int]] = []
+        vectors: list[tuple[int, int, int]] = []
+        offset = 0
+        for start, stop in self.parts:
+            for unit in self.arena.layout.units:
+                for lo, hi, kind in (
+                    (unit.start, unit.vectors, matrices),
+                    (unit.vectors, unit.stop, vectors),
+                ):
+                    lo, hi = max(lo, start), min(hi, stop)
+                    if lo < hi:
+                        kind.append((lo, hi, offset + lo - start))
+            offset += stop - start
+        return matrices, vectors
 
     @torch.no_grad()
     def step(self, gradients: Tensor, scale: float, lr: float) -> None:
         """Update the weights from summed gradients, which are first divided by `scale`, in place."""
         divisor = torch.tensor(scale, dtype=torch.float32, device=gradients.device)
-        for ranges, decay in ((self._matrices, self.settings.weight_decay), (self._vectors, 0.0)):
-            self._update(ranges, gradients, divisor, lr, decay)
+        self._update(self._matrices, gradients, divisor, lr, self.settings.weight_decay)
+        self._update(self._vectors, gradients, divisor, lr, 0.0)
         self.steps_done += 1
 
     def _update(
-        self, ranges: list[tuple[int, int]], gradients: Tensor, divisor: Tensor, lr: float, decay: float
+        self, ranges: list[tuple[int, int, int]], gradients: Tensor, divisor: Tensor, lr: float, decay: float
     ) -> None:
         if not ranges:
             return
-        weights, grads, first, second = (
-            [flat[start:stop] for start, stop in ranges]
-            for flat in (self.arena.weights, gradients, self.first, self.second)
-        )
+        weights, grads = ([flat[lo:hi] for lo, hi, _ in ranges] for flat in (self.arena.weights, gradients))
+        first, second = ([flat[at : at + hi - lo] for lo, hi, at in ranges] for flat in self.moments.values())
         done = torch.tensor(float(self.steps_done), device=gradients.device)
         adamw(
             weights,
@@ -68,3 +82,13 @@ class AdamW:
             eps=self.settings.eps,
             maximize=False,
         )
+
+    def pieces(self) -> Iterator[tuple[str, int, int, int]]:
+        """(name, lo, hi, offset): elements [lo, hi) of a parameter have their moments at `offset`."""
+        offset = 0
+        for start, stop in self.parts:
+            for piece in self.arena.layout.slices.values():
+                lo, hi = max(start, piece.start), min(stop, piece.stop)
+                if lo < hi:
+                    yield piece.name, lo - piece.start, hi - piece.start, offset + lo - start
+            offset += stop - start

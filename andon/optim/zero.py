@@ -1,0 +1,82 @@
+"""ZeRO-1: who updates which part of the arena (C-ZERO-001).
+
+Without it (`off`) every rank updates everything. With it a rank owns *parts* of units: a slice of every unit
+(`even`, boundaries on cells) or whole units (`round_robin`, `contiguous`). Gradients are then reduced to
+their owners only, each rank keeps AdamW's moments for what it owns, updates it, and the weights are gathered.
+A part's bits do not depend on who computes them, so the answer is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from andon.arena import CELL, Layout
+from andon.optim.shards import ShardMap
+from andon.order import shares
+
+Policy = Literal["off", "even", "round_robin", "contiguous"]
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """For each unit the bounds of the ranks' parts, counted from the unit's start; None: everyone owns it."""
+
+    layout: Layout
+    world_size: int
+    bounds: tuple[tuple[int, ...], ...] | None
+
+    @classmethod
+    def of(cls, layout: Layout, world_size: int, policy: Policy) -> Ownership:
+        """The ownership that a policy gives."""
+        sizes = [unit.stop - unit.start for unit in layout.units]
+        if policy == "off":
+            return cls(layout, world_size, None)
+        if policy == "even":
+            return cls(layout, world_size, tuple(tuple(shares(size, world_size, CELL)) for size in sizes))
+        owners = _unit_owners(layout, sizes, world_size, policy)
+        bounds = [_whole(size, owner, world_size) for size, owner in zip(sizes, owners, strict=True)]
+        return cls(layout, world_size, tuple(bounds))
+
+    @property
+    def shared(self) -> bool:
+        """Whether the state is shared out at all."""
+        return self.bounds is not None
+
+    def parts(self, rank: int) -> list[Range]:
+        """The ranges of the arena that a rank updates, in order."""
+        if self.bounds is None:
+            return [(unit.start, unit.stop) for unit in self.layout.units]
+        found = []
+        for unit, bounds in zip(self.layout.units, self.bounds, strict=True):
+            lo, hi = unit.start + bounds[rank], unit.start + bounds[rank + 1]
+            if lo < hi:
+                found.append((lo, hi))
+        return found
+
+    def cells(self) -> list[list[Range]]:
+        """For each rank the ranges whose norm it computes: what it owns, or an even share of everything."""
+        if self.bounds is None:
+            return [[span] for span in pairwise(shares(self.layout.size, self.world_size, CELL))]
+        return [self.parts(rank) for rank in range(self.world_size)]
+
+
+def _unit_owners(layout: Layout, sizes: Sequence[int], world_size: int, policy: Policy) -> list[int]:
+    """Blocks by the map, counted from the first one; the other units to the least loaded rank."""
+    blocks = [index for index, unit in enumerate(layout.units) if unit.name.rpartition(".")[2].isdigit()][
+        ::-1
+    ]
+    others = [index for index in range(len(sizes)) if index not in blocks]
+    make = ShardMap.round_robin if policy == "round_robin" else ShardMap.contiguous
+    found = make([sizes[index] for index in blocks], [sizes[index] for index in others], world_size)
+    owners = dict(zip(blocks, found.block_owners, strict=True)) | dict(
+        zip(others, found.other_owners, strict=True)
+    )
+    return [owners[index] for index in range(len(sizes))]
+
+
+def _whole(size: int, owner: int, world_size: int) -> tuple[int, ...]:
+    return (0,) * (owner + 1) + (size,) * (world_size - owner)

@@ -1,0 +1,101 @@
+"""C-ZERO-001: a sharded step equals the full one, bit for bit, and holds 1/N of the optimizer state."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from andon.arena import CELL, Arena
+from andon.group.base import Group
+from andon.group.local import LocalGroup
+from andon.model.llama import Llama
+from andon.optim.zero import Ownership, Policy
+from tests.group_harness import World, worlds
+from tests.training import digest, make_trainer, small_config, small_tokens
+
+POLICIES: list[Policy] = ["even", "round_robin", "contiguous"]
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_tokens(tmp_path_factory.mktemp("cache"))
+
+
+def train_all(group: Group, tokens: Path, policies: list[Policy]) -> dict[str, str]:
+    """The digest of weights and moments after training under each policy."""
+    found: dict[str, str] = {}
+    for policy in policies:
+        trainer = make_trainer(group, tokens, small_config(train__steps=STEPS, zero__policy=policy))
+        for _ in range(STEPS):
+            trainer.train_step()
+        found[policy] = digest(trainer)
+        trainer.gradients.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def answer(tokens: Path) -> str:
+    return train_all(LocalGroup(), tokens, ["off"])["off"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "size"), [w for w in worlds(1, 2, 3, 4, processes_only=True) if w[0] != "ring"]
+)
+def test_every_policy_gives_the_answer(tokens: Path, answer: str, transport: str, size: int) -> None:
+    with World(transport, size) as world:
+        results = world.run(train_all, tokens, ["off", *POLICIES], deadline=100)
+    # The moments are gathered on every rank, so every rank can be asked.
+    for result in results:
+        assert result == dict.fromkeys(["off", *POLICIES], answer)
+
+
+def moment_bytes(group: Group, tokens: Path, policy: Policy) -> tuple[int, int]:
+    trainer = make_trainer(group, tokens, small_config(zero__policy=policy))
+    held = sum(flat.nbytes for flat in trainer.parallel.optimizer.moments.values())
+    trainer.gradients.close()
+    return held, len(trainer.arena.layout.units)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_holds_its_share_of_the_optimizer_state(tokens: Path, size: int) -> None:
+    total = 8 * small_config().shape.parameters
+    with World("torch", size) as world:
+        for held, units in world.run(moment_bytes, tokens, "even"):
+            assert held <= 1.05 * total / size + 8 * CELL * units
+
+
+@pytest.mark.parametrize("policy", ["off", *POLICIES])
+@pytest.mark.parametrize("world", range(1, 6))
+def test_parts_are_complete_and_disjoint_and_start_on_cells(policy: Policy, world: int) -> None:
+    layout = Arena(Llama(small_config().shape)).layout
+    ownership = Ownership.of(layout, world, policy)
+    covered = [part for rank in range(1 if policy == "off" else world) for part in ownership.parts(rank)]
+    assert all(start % CELL == 0 for start, _ in covered)
+    at = 0
+    for start, stop in sorted(covered):
+        assert start == at
+        at = stop
+    assert at == layout.size
+    cells: list[Any] = sorted(span for ranges in ownership.cells() for span in ranges if span[0] < span[1])
+    assert cells[0][0] == 0 and cells[-1][1] == layout.size
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(cells))
+
+
+def test_whole_unit_policies_put_blocks_where_their_names_say() -> None:
+    layout = Arena(Llama(small_config(model__layers=4).shape)).layout
+    owners = {
+        policy: {
+            unit.name: next(rank for rank in range(2) if bounds[rank] < bounds[rank + 1])
+            for unit, bounds in zip(layout.units, Ownership.of(layout, 2, policy).bounds or (), strict=True)
+        }
+        for policy in ("round_robin", "contiguous")
+    }
+    blocks = [f"model.layers.{block}" for block in range(4)]
+    assert [owners["round_robin"][name] for name in blocks] == [0, 1, 0, 1]
+    assert [owners["contiguous"][name] for name in blocks] == [0, 0, 1, 1]
+    others = {owners["contiguous"][name] for name in ("lm_head", "model.embed_tokens")}
+    assert others == {0, 1}
