@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
 
 from andon.group.base import GroupTimeout, PeerLost, ProtocolError
 from andon.group.wire import LENGTH
@@ -87,5 +88,7 @@ class Link:
         return self.receive(length, operation)
 
     def close(self) -> None:
-        """Close the connection; safe to call twice."""
+        """Close the connection; safe to call twice, and wakes a thread that waits for it."""
+        with suppress(OSError):  # it may be closed already
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()

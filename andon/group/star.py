@@ -1,0 +1,177 @@
+"""The star: every rank talks to one server, which adds in the one order and sends the sums back.
+
+An operation is cut into *parts*. A part has *sources*, the ranks whose values it takes, and *targets*, the
+ranks that get the result: for an all-reduce both are everyone, for a reduce-scatter the target is the part's
+owner, for an all-gather the source is the owner and the targets are the others. A rank announces the
+operation and then sends its parts and receives its results at the same time; part k comes back while part
+k + 1 is being added and part k + 2 is on its way. So neither end holds more than a few parts, whatever the
+length of the vector.
+
+With bf16 on the wire contributions are rounded when they are sent, added in f32, and the sum is rounded. A
+gather on its own is exact.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final
+
+import torch
+
+from andon.group.base import Group, Rendezvous, Wire, first_row, one_node_each, rows_of
+from andon.group.door import knock
+from andon.group.flow import Incoming, Outgoing
+from andon.group.host import on_host
+from andon.group.route import PIECE, Exact, Rounded, Scratch
+from andon.group.watch import Watch
+from andon.group.wire import Hello, announcement
+from andon.order import Order
+
+SERVER: Final = -1
+"""The rank of the server, in errors."""
+LONGEST_MESSAGE: Final = 1 << 26
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [lo, hi), and the rank that owns them."""
+
+    lo: int
+    hi: int
+    owner: int
+
+
+def parts(name: str, bounds: Sequence[int], kind: str) -> list[Part]:
+    """The parts of an operation, in order."""
+    step = 4 * PIECE if kind == "uint8" else PIECE
+    if name == "all-reduce":
+        bounds = (0, bounds[-1])
+    return [
+        Part(at, min(at + step, hi), owner)
+        for owner, (lo, hi) in enumerate(pairwise(bounds))
+        for at in range(lo, hi, step)
+    ]
+
+
+def is_source(name: str, part: Part, rank: int) -> bool:
+    """Whether a rank contributes to a part."""
+    return name != "all-gather" or rank == part.owner
+
+
+def is_target(name: str, part: Part, rank: int) -> bool:
+    """Whether a rank gets the result of a part."""
+    return name == "all-reduce" or (rank == part.owner) == (name == "reduce-scatter")
+
+
+class StarGroup(Group):
+    """A rank of a star. Its server is a `StarServer`."""
+
+    def __init__(self, rank: int, world_size: int, data: socket.socket, watch: Watch, wire: Wire) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._data, self._watch, self._wire = data, watch, wire
+        self._scratch = Scratch()
+
+    @classmethod
+    def open(
+        cls, rendezvous: Rendezvous, address: tuple[str, int], timeout: float, wire: Wire, token: str = ""
+    ) -> StarGroup:
+        """Connect to the server at `address`."""
+        rank, size = rendezvous.rank, rendezvous.world_size
+        data = knock(address, SERVER, Hello(rank, size, "data", token), timeout)
+        try:
+            link = knock(address, SERVER, Hello(rank, size, "watch", token), timeout)
+        except Exception:
+            data.close()
+            raise
+        return cls(rank, size, data, Watch({SERVER: link}, [data], timeout), wire)
+
+    def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
+        self._reduce("all-reduce", nodes, (0, nodes.shape[-1]), order)
+
+    def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
+        self._reduce("reduce-scatter", nodes, bounds, order)
+
+    def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+        with on_host(flat) as host:
+            size = host.element_size()
+            whole = Exact(host.view(torch.uint8), self._scratch)
+            self._operate("all-gather", [whole], whole, [size * bound for bound in bounds], None)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        if len(data) > LONGEST_MESSAGE:
+            raise ValueError(f"{len(data):,} bytes are too long for a small message")
+        name = "gather of bytes"
+        header = announcement(name, len(data), "uint8", (), None)
+        lengths = torch.empty(self.world_size, dtype=torch.int64)
+        views = [memoryview(header), memoryview(data)], [lengths.view(torch.uint8).numpy().data]
+        self._watch.begin(name)
+        self._carry(name, *views)
+        bounds = [0, *accumulate(lengths.tolist())]
+        if not all(lo <= hi <= lo + LONGEST_MESSAGE for lo, hi in pairwise(bounds)):
+            raise self._watch.refuse(SERVER, "it announced impossible lengths", name)
+        whole = bytearray(bounds[-1])
+        whole[bounds[self.rank] : bounds[self.rank + 1]] = data
+        cut = [part for part in parts("all-gather", bounds, "uint8") if part.owner != self.rank]
+        self._carry(name, [], [memoryview(whole)[part.lo : part.hi] for part in cut])
+        return [bytes(whole[lo:hi]) for lo, hi in pairwise(bounds)]
+
+    def close(self) -> None:
+        self._watch.close()
+        self._data.close()
+
+    def _reduce(self, name: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:
+        if nodes.dtype != torch.float32:
+            raise ValueError(f"only float32 can be summed, not {nodes.dtype}")
+        order = order or one_node_each(self.world_size)
+        form = Exact if self._wire == "f32" else Rounded
+        with on_host(nodes) as host:
+            rows = [form(row, self._scratch) for row in rows_of(host, order, self.rank)]
+            self._operate(name, rows, form(first_row(host), self._scratch), bounds, order)
+
+    def _operate(
+        self,
+        name: str,
+        rows: Sequence[Exact | Rounded],
+        into: Exact | Rounded,
+        bounds: Sequence[int],
+        order: Order | None,
+    ) -> None:
+        """Announce an operation, send my rows of the parts I am a source of and receive into `into`."""
+        header = announcement(name, into.count, into.kind, tuple(bounds), order)
+        cut = parts(name, bounds, into.kind)
+        spans = [(part.lo, part.hi) for part in cut if is_source(name, part, self.rank)]
+        wanted = [(part.lo, part.hi) for part in cut if is_target(name, part, self.rank)]
+
+        def outgoing(index: int) -> memoryview:
+            if index == 0:
+                return memoryview(header)
+            part, row = divmod(index - 1, len(rows))
+            return rows[row].outgoing(spans[part], -1)
+
+        def incoming(index: int) -> memoryview:
+            return into.incoming(wanted[index], index, False)
+
+        def arrived(index: int) -> None:
+            into.arrived(wanted[index], index, False, False)
+
+        self._watch.begin(name)
+        out = Outgoing(self._data, SERVER, outgoing, _nothing, 1 + len(spans) * len(rows))
+        self._watch.carry(
+            [Incoming(self._data, SERVER, incoming, arrived, len(wanted)), out],
+            name,
+            patience=self._watch.timeout / 2,
+        )
+
+    def _carry(self, name: str, out: Sequence[memoryview], into: Sequence[memoryview]) -> None:
+        flows = [
+            Incoming(self._data, SERVER, into.__getitem__, _nothing, len(into)),
+            Outgoing(self._data, SERVER, out.__getitem__, _nothing, len(out)),
+        ]
+        self._watch.carry(flows, name, patience=self._watch.timeout / 2)
+
+
+def _nothing(index: int) -> None:
+    pass

@@ -1,0 +1,273 @@
+"""Malformed frames: each is refused with a clear `ProtocolError`, nobody else is harmed, memory stays flat.
+
+`make soak` runs 100,000 of them against decoding, server and client; ANDON_SOAK_COUNT says another number.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from andon.group import wire
+from andon.group.base import ProtocolError
+from andon.group.gradient_server import GradientServer
+from andon.group.star_server import _checked_operation
+from andon.group.worker_client import WorkerClient
+from andon.order import plan_ranges
+
+SOAK_COUNT = int(os.environ.get("ANDON_SOAK_COUNT", "100000"))
+COUNTS = [200, pytest.param(SOAK_COUNT, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+STEP = 7
+SECONDS = 20.0
+FLOATS = np.arange(5, dtype=np.float32)
+MB = 1 << 20
+
+TEMPLATES: list[wire.Message] = [
+    wire.JoinRequest("worker", 1, "cpu"),
+    wire.JoinAccepted(0, 2),
+    wire.ShardAssignment(STEP, 0, 10),
+    wire.GradientPayload(STEP, 1, FLOATS, 0.5, 1, 2),
+    wire.AveragedGradient(STEP, FLOATS, 0.5),
+    wire.Heartbeat("node", 1),
+    wire.BlockGradientPayload(STEP, 1, 0, 2, (2, 3), FLOATS),
+    wire.AveragedBlockGradient(STEP, 0, (2, 3), FLOATS),
+    wire.NonBlockGradientPayload(STEP, 1, 0, FLOATS),
+    wire.AveragedNonBlockGradient(STEP, 0, FLOATS),
+    wire.Hello(0, 2, "data", "token"),
+    wire.Operation("all-reduce", 10, "float32", (0, 10), 2, (0, 1, 2)),
+    wire.Broken("lost", 1, "gone"),
+]
+payloads = st.sampled_from([wire.frame(message)[4:] for message in TEMPLATES])
+
+
+@st.composite
+def cut_short(draw: st.DrawFn) -> bytes:
+    payload = draw(payloads)
+    return payload[: draw(st.integers(1, len(payload) - 1))]
+
+
+@st.composite
+def too_long(draw: st.DrawFn) -> bytes:
+    return draw(payloads) + draw(st.binary(min_size=1, max_size=40))
+
+
+@st.composite
+def wrong_counts(draw: st.DrawFn) -> bytes:
+    """A length or count inside the payload says something else than it should."""
+    payload = bytearray(draw(payloads))
+    at = draw(st.integers(1, max(1, len(payload) - 4)))
+    payload[at : at + 4] = struct.pack("<I", draw(st.sampled_from([6, 255, 65_536, 2**31, 2**32 - 1])))
+    return bytes(payload)
+
+
+@st.composite
+def not_utf_8(draw: st.DrawFn) -> bytes:
+    tag, tail = draw(st.sampled_from([(1, struct.pack("<II", 1, 0)), (6, struct.pack("<Q", 1))]))
+    text = draw(st.sampled_from([b"\xff", b"a\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80"]))
+    return struct.pack("<BI", tag, len(text)) + text + tail
+
+
+@st.composite
+def wrong_tag(draw: st.DrawFn) -> bytes:
+    return bytes([draw(st.sampled_from([0, 0x0C, 0x0F, 0x7F, 0xFF]))]) + draw(payloads)[1:]
+
+
+rubbish = st.binary(min_size=1, max_size=200)
+malformed = st.one_of(cut_short(), too_long(), not_utf_8(), wrong_tag())
+dubious = st.one_of(wrong_counts(), rubbish)
+bad_lengths = st.one_of(st.just(0), st.integers(wire.MAX_FRAME + 1, 2**32 - 1))
+
+
+def examples(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    checks = list(HealthCheck)
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=checks
+    )
+
+
+def resident() -> float:
+    return psutil.Process().memory_info().rss / MB
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_decoding_refuses_every_malformed_payload(count: int) -> None:
+    @examples(count)
+    @given(malformed)
+    def check(payload: bytes) -> None:
+        with pytest.raises(ProtocolError) as caught:
+            wire.decode(payload)
+        assert len(str(caught.value)) > 10
+
+    check()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_decoding_a_dubious_payload_gives_that_very_payload_or_an_error(count: int) -> None:
+    @examples(count)
+    @given(dubious)
+    def check(payload: bytes) -> None:
+        try:
+            message = wire.decode(payload)
+        except ProtocolError:
+            return
+        assert wire.frame(message)[4:] == payload
+
+    check()
+
+
+def send(sock: socket.socket, payload: bytes) -> None:
+    sock.sendall(struct.pack(">I", len(payload)) + payload)
+
+
+def receive(sock: socket.socket) -> bytes:
+    data = b""
+    while len(data) < 4 or len(data) < 4 + struct.unpack(">I", data[:4])[0]:
+        more = sock.recv(65_536)
+        assert more, "the connection was closed"
+        data += more
+    return data[4:]
+
+
+def join(address: tuple[str, int]) -> socket.socket:
+    sock = socket.create_connection(address, SECONDS)
+    send(sock, wire.frame(wire.JoinRequest("w", 0, "cpu"))[4:])
+    return sock
+
+
+def wrong_gradient(worker_id: int) -> st.SearchStrategy[bytes]:
+    """Well-formed, and not what the server waits for."""
+    ints = st.integers(0, 2**32 - 1)
+    return st.one_of(
+        ints.filter(lambda step: step != STEP).map(
+            lambda step: wire.frame(wire.GradientPayload(step, worker_id, FLOATS, 0.5, 1, 2))[4:]
+        ),
+        ints.filter(lambda number: number != worker_id).map(
+            lambda number: wire.frame(wire.GradientPayload(STEP, number, FLOATS, 0.5, 1, 2))[4:]
+        ),
+        st.integers(0, 4).map(
+            lambda size: wire.frame(wire.GradientPayload(STEP, worker_id, FLOATS[:size], 0.5, 1, 2))[4:]
+        ),
+        st.sampled_from([wire.Shutdown(), wire.ShardAssignment(STEP, 0, 1), wire.JoinAccepted(0, 1)]).map(
+            lambda message: wire.frame(message)[4:]
+        ),
+    )
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_server_refuses_them_all_and_serves_the_others_on(count: int) -> None:
+    """Two good workers and, again and again, a third that sends something wrong."""
+    with GradientServer() as server, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(server.wait_for_workers, 2, SECONDS)
+        good = [join(server.address) for _ in range(2)]
+        joining.result(SECONDS)
+        assert sorted(receive(sock)[0] for sock in good) == [2, 2]
+        good_frames = [
+            wire.frame(wire.GradientPayload(STEP, number, FLOATS, 0.5, 1, 2))[4:] for number in range(2)
+        ]
+
+        def spoil(act: Callable[[socket.socket, int], None]) -> None:
+            joining = pool.submit(server.wait_for_workers, 3, SECONDS)
+            with join(server.address) as bad:
+                joining.result(SECONDS)
+                _, worker_id, _ = struct.unpack("<BII", receive(bad))
+                for sock, payload in zip(good, good_frames, strict=True):
+                    send(sock, payload)
+                act(bad, worker_id)
+                with pytest.raises(ProtocolError, match=f"worker {worker_id} "):
+                    server.collect_and_reduce(STEP)
+            assert [worker.worker_id for worker in server.workers] == [0, 1]
+
+        @examples(count // 3)
+        @given(st.one_of(malformed, rubbish))
+        def check_malformed(payload: bytes) -> None:
+            spoil(lambda bad, _: send(bad, payload))
+
+        @examples(count // 3)
+        @given(st.data())
+        def check_wrong(data: st.DataObject) -> None:
+            spoil(lambda bad, worker_id: send(bad, data.draw(wrong_gradient(worker_id))))
+
+        @examples(count // 3)
+        @given(bad_lengths)
+        def check_lengths(length: int) -> None:
+            spoil(lambda bad, _: bad.sendall(struct.pack(">I", length)))
+
+        check_malformed()
+        before = resident()
+        check_wrong()
+        check_lengths()
+        assert resident() - before < 30
+
+        for sock, payload in zip(good, good_frames, strict=True):
+            send(sock, payload)
+        server.broadcast_averaged(STEP, server.collect_and_reduce(STEP))
+        for sock in good:
+            averaged = wire.decode(receive(sock))
+            assert isinstance(averaged, wire.AveragedGradient)
+            assert averaged.gradients.tolist() == FLOATS.tolist()
+            sock.close()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_worker_refuses_them_all(count: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        address = listener.getsockname()
+
+        def hear(act: Callable[[socket.socket], None]) -> None:
+            joining = pool.submit(WorkerClient, address, wire.JoinRequest("w", 0, "cpu"), SECONDS, 0.0)
+            sock, _ = listener.accept()
+            with sock:
+                receive(sock)
+                sock.sendall(wire.frame(wire.JoinAccepted(0, 1)))
+                with joining.result(SECONDS) as client:
+                    act(sock)
+                    with pytest.raises(ProtocolError):
+                        client.receive_averaged(STEP)
+
+        @examples(count // 2)
+        @given(st.one_of(malformed, rubbish))
+        def check_malformed(payload: bytes) -> None:
+            hear(lambda sock: send(sock, payload))
+
+        @examples(count // 2)
+        @given(bad_lengths)
+        def check_lengths(length: int) -> None:
+            hear(lambda sock: sock.sendall(struct.pack(">I", length)))
+
+        check_malformed()
+        before = resident()
+        check_lengths()
+        assert resident() - before < 30
+
+
+numbers = st.lists(st.integers(0, 2**20), max_size=4).map(tuple)
+names = st.sampled_from(["all-reduce", "reduce-scatter", "all-gather", "gather of bytes", "other"])
+kinds = st.sampled_from(["float32", "bf16", "uint8", ""])
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_star_accepts_an_operation_only_if_it_makes_sense(count: int) -> None:
+    @examples(count)
+    @given(names, st.integers(0, 2**40), kinds, numbers, st.integers(0, 2**21), numbers)
+    def check(
+        name: str, elements: int, kind: str, bounds: tuple[int, ...], slots: int, shares: tuple[int, ...]
+    ) -> None:
+        payload = wire.frame(wire.Operation(name, elements, kind, bounds, slots, shares))[4:]
+        try:
+            operation = _checked_operation(payload, 2)
+        except ProtocolError:
+            return
+        if operation.name in ("all-reduce", "reduce-scatter"):
+            assert operation.bounds[-1] == operation.count
+            assert plan_ranges(operation.slots, operation.shares).world_size == 2
+
+    check()
