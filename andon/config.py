@@ -140,6 +140,8 @@ class GroupConfig(Section):
 class ZeroConfig(Section):
     policy: Literal["off", "even", "round_robin", "contiguous"] = "off"
     """Share out the optimizer state: a slice of every unit to each rank, or whole units."""
+    replicas: Literal[1, 2] = 1
+    """On how many ranks each part of the state is kept."""
 
 
 class CheckpointConfig(Section):

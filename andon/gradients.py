@@ -179,7 +179,7 @@ class Gradients:
         if not self.is_finite(mine):
             self._bad.append(unit.name)
         started = time.perf_counter()
-        if self.ownership.bounds is None:
+        if self.ownership.bounds is None or self.ownership.replicas > 1:
             self.group.all_reduce(mine, self.order)
         else:
             self.group.reduce_scatter(mine, self.ownership.bounds[index], self.order)

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from andon.arena import Arena
 from andon.gradients import Gradients, OnGradient, Totals
 from andon.group.base import Group
-from andon.integrity.fingerprint import Fingerprints
+from andon.integrity.fingerprint import Fingerprints, compare_replicas
 from andon.integrity.halt import JidokaHalt
 from andon.optim.adamw import AdamW, Settings
-from andon.optim.zero import Ownership, Policy
+from andon.optim.zero import Ownership, Zero
 
 
 class DataParallel:
@@ -39,18 +39,21 @@ class DataParallel:
         group: Group,
         slots: int,
         settings: Settings | None = None,
-        zero: Policy = "off",
+        zero: Zero | None = None,
         on_gradient: OnGradient | None = None,
     ) -> None:
         self.model, self.group = model, group
+        zero = zero or Zero()
         on_cpu = next(model.parameters()).device.type == "cpu"
         self.arena = Arena(
-            model, (lambda size: group.allocate(1, size)[0]) if zero != "off" and on_cpu else None
+            model, (lambda size: group.allocate(1, size)[0]) if zero.policy != "off" and on_cpu else None
         )
         group.broadcast(self.arena.weights, src=0)
-        self.ownership = Ownership.of(self.arena.layout, group.world_size, zero)
+        self.ownership = Ownership.of(self.arena.layout, group.world_size, zero.policy, zero.replicas)
         self.gradients = Gradients(self.arena, group, slots, self.ownership, on_gradient)
-        self.optimizer = AdamW(self.arena, settings or Settings(), self.ownership.parts(group.rank))
+        self.own = self.ownership.parts(group.rank)
+        parts = self.own + self.ownership.replica_parts(group.rank)
+        self.optimizer = AdamW(self.arena, settings or Settings(), parts)
         self.state = {"weights": self.arena.weights}
         if not self.ownership.shared:
             self.state |= self.optimizer.moments
@@ -69,7 +72,7 @@ class DataParallel:
         if not totals.sound:
             raise JidokaHalt(step, totals.complaint)
         self.update(totals, lr, clip)
-        self.fingerprints.compare(step, f"{step} {lr} {clip}")
+        self.compare(step, f"{step} {lr} {clip}")
         self.steps_done = step
         return totals
 
@@ -84,6 +87,16 @@ class DataParallel:
         for unit, bounds in zip(self.arena.layout.units, self.ownership.bounds or (), strict=False):
             self.group.all_gather(self.arena.weights[unit.start : unit.stop], bounds)
 
+    def compare(self, step: int, facts: str) -> None:
+        """Halt on every rank if any rank holds other bits than it should (C-DDP-001)."""
+        self.fingerprints.compare(step, facts)
+        if self.ownership.replicas > 1:
+            owned = sum(stop - start for start, stop in self.own)
+            moments = self.optimizer.moments.values()
+            compare_replicas(
+                self.group, step, [flat[:owned] for flat in moments], [flat[owned:] for flat in moments]
+            )
+
     def gather_moments(self) -> dict[str, Tensor]:
         """AdamW's moments of every parameter on the CPU, complete on rank 0; every rank calls it."""
         views = self.arena.layout.views
@@ -94,7 +107,7 @@ class DataParallel:
 
     def _gather_into(self, whole: Tensor, flat: Tensor) -> None:
         at = 0
-        for start, stop in self.optimizer.parts:
+        for start, stop in self.own:
             whole[start:stop].copy_(flat[at : at + stop - start])
             at += stop - start
         for unit, bounds in zip(self.arena.layout.units, self.ownership.bounds or (), strict=False):

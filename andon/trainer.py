@@ -25,6 +25,7 @@ from andon.model.hub import load_weights, to_hub
 from andon.model.llama import Llama
 from andon.optim import schedules
 from andon.optim.adamw import Settings
+from andon.optim.zero import Zero
 from andon.parallel import DataParallel
 
 
@@ -45,10 +46,9 @@ class Trainer:
             self.model.compile_blocks()
         self.faults = Faults(config.fault, group.rank)
         settings = Settings(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
+        zero = Zero(config.zero.policy, config.zero.replicas)
         on_gradient = self._poison if config.fault else None
-        self.parallel = DataParallel(
-            self.model, group, train.slots, settings, config.zero.policy, on_gradient
-        )
+        self.parallel = DataParallel(self.model, group, train.slots, settings, zero, on_gradient)
         self.arena, self.gradients = self.parallel.arena, self.parallel.gradients
         self.step = self.skipped = self.skips = 0
         self.last_loss = float("nan")
@@ -72,7 +72,7 @@ class Trainer:
             self.parallel.update(totals, self.learning_rate(step), self.config.optim.clip)
         clock.lap("optimizer_ms")
         self.faults.flip(step, self.arena.layout, self.parallel.state)
-        self.parallel.fingerprints.compare(step, self.facts(step))
+        self.parallel.compare(step, self.facts(step))
         clock.lap("fingerprint_ms")
         self.step, self.last_loss = step, totals.loss
         return totals, clock.laps

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -128,6 +128,23 @@ def test_chunks_far_larger_than_the_socket_buffers_do_not_block() -> None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 15)
         assert everyone(groups, partial(reduce_mine, data)) == [None] * 3
     assert all(bool((flat == 3).all()) for flat in data)
+
+
+@pytest.mark.parametrize("wire", ["f32", "bf16"])
+@pytest.mark.parametrize("lengths", [[9, 0, 1, 0, 7], [0, 0, 0, 0, 20], [3, 3, 3, 3, 3]])
+def test_parts_of_any_length_are_reduced_and_gathered(wire: Wire, lengths: list[int]) -> None:
+    bounds = [0, *accumulate(100_001 * length for length in lengths)]
+    data = [torch.full((bounds[-1],), float(rank)) for rank in range(5)]
+
+    def reduce_and_gather(group: RingGroup) -> None:
+        group.reduce_scatter(data[group.rank], bounds)
+        group.all_gather(data[group.rank], bounds)
+
+    with ring(5, wire) as groups:
+        assert everyone(groups, reduce_and_gather) == [None] * 5
+        with pytest.raises(ValueError, match="does not cut"):
+            groups[0].all_gather(data[0], bounds[1:])
+    assert all(bool((flat == 10).all()) for flat in data)
 
 
 def test_other_types_travel_as_they_are() -> None:

@@ -23,7 +23,7 @@ import torch
 
 from andon.group.base import GroupError, GroupTimeout, PeerLost, ProtocolError
 from andon.group.gradient_server import GradientServer, NonFiniteGradient
-from andon.group.star import StarGroup
+from andon.group.star import SERVER, StarGroup
 from andon.group.star_server import StarServer
 from andon.group.wire import JoinRequest
 from andon.group.worker_client import ServerShutdown, WorkerClient
@@ -595,7 +595,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
 RANK = """
 import sys, torch
-from andon.group.star import StarGroup
+from andon.group.star import SERVER, StarGroup
 torch.set_num_threads(1)
 rank, size, port, count = map(int, sys.argv[1:])
 class Seat:
@@ -607,6 +607,25 @@ with StarGroup.open(Seat(), ("127.0.0.1", port), 120.0, "f32") as group:
 expected = torch.arange(count, dtype=torch.float32).remainder_(1000.0) * size + size * (size - 1) / 2
 assert torch.equal(flat, expected)
 """
+
+
+def test_the_ranks_of_a_killed_server_name_it() -> None:
+    server = subprocess.Popen([sys.executable, "-c", SERVE, "2"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout
+        address = ("127.0.0.1", int(server.stdout.readline()))
+        groups = [StarGroup.open(Seat(rank, 2), address, SECONDS, "f32") for rank in range(2)]
+        assert everyone(groups, lambda group: group.barrier()) == [None, None]
+        server.kill()
+        started = time.monotonic()
+        errors = everyone(groups, lambda group: group.barrier())
+        assert [(type(error), error.rank) for error in errors] == [(PeerLost, SERVER)] * 2
+        assert time.monotonic() - started < 1.0
+        for group in groups:
+            group.close()
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @pytest.mark.soak

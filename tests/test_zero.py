@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from andon.arena import CELL, Arena
 from andon.group.base import Group
 from andon.group.local import LocalGroup
+from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
 from andon.optim.zero import Ownership, Policy
 from tests.group_harness import World, worlds
 from tests.training import digest, make_trainer, small_config, small_tokens
 
 POLICIES: list[Policy] = ["even", "round_robin", "contiguous"]
+SETTINGS = ["off", *POLICIES, "even*2", "contiguous*2"]
 STEPS = 20
 
 
@@ -25,11 +28,13 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_tokens(tmp_path_factory.mktemp("cache"))
 
 
-def train_all(group: Group, tokens: Path, policies: list[Policy]) -> dict[str, str]:
-    """The digest of weights and moments after training under each policy."""
+def train_all(group: Group, tokens: Path, policies: list[str]) -> dict[str, str]:
+    """The digest of weights and moments after training under each policy (`even*2`: with two replicas)."""
     found: dict[str, str] = {}
     for policy in policies:
-        trainer = make_trainer(group, tokens, small_config(train__steps=STEPS, zero__policy=policy))
+        name, _, replicas = policy.partition("*")
+        zero = {"zero__policy": name, "zero__replicas": int(replicas or 1)}
+        trainer = make_trainer(group, tokens, small_config(train__steps=STEPS, **zero))
         for _ in range(STEPS):
             trainer.train_step()
         found[policy] = digest(trainer)
@@ -47,10 +52,10 @@ def answer(tokens: Path) -> str:
 )
 def test_every_policy_gives_the_answer(tokens: Path, answer: str, transport: str, size: int) -> None:
     with World(transport, size) as world:
-        results = world.run(train_all, tokens, ["off", *POLICIES], deadline=100)
+        results = world.run(train_all, tokens, SETTINGS, deadline=100)
     # The moments are gathered on every rank, so every rank can be asked.
     for result in results:
-        assert result == dict.fromkeys(["off", *POLICIES], answer)
+        assert result == dict.fromkeys(SETTINGS, answer)
 
 
 def moment_bytes(group: Group, tokens: Path, policy: Policy) -> tuple[int, int]:
@@ -58,6 +63,27 @@ def moment_bytes(group: Group, tokens: Path, policy: Policy) -> tuple[int, int]:
     held = sum(flat.nbytes for flat in trainer.parallel.optimizer.moments.values())
     trainer.gradients.close()
     return held, len(trainer.arena.layout.units)
+
+
+def flip_replica(group: Group, tokens: Path) -> str:
+    """A bit of the replica that rank 1 keeps for rank 0 flips: what the halt says."""
+    trainer = make_trainer(group, tokens, small_config(zero__policy="even", zero__replicas=2))
+    trainer.train_step()
+    if group.rank == 1:
+        trainer.parallel.optimizer.moments["second"].view(torch.int32)[-7] ^= 1 << 20
+    try:
+        trainer.parallel.compare(1, "facts")
+    except JidokaHalt as halt:
+        return halt.cause
+    finally:
+        trainer.gradients.close()
+    return "nothing"
+
+
+def test_a_replica_that_differs_halts_and_is_named(tokens: Path) -> None:
+    with World("shm", 3) as world:
+        causes = world.run(flip_replica, tokens)
+    assert causes == ["the moments that rank 0 owns differ from their replica on rank 1"] * 3
 
 
 @pytest.mark.parametrize("size", [2, 4])

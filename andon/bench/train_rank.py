@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
 from andon.parallel import DataParallel
 
-Step = Callable[[int], dict[str, float]]
 LR = 1e-4
 
 
@@ -55,10 +54,11 @@ class AndonStep:
         parallel.update(totals, LR, clip=1.0)
         clock.append(time.perf_counter())
         if self.checks:
-            parallel.fingerprints.compare(step, f"{step} {LR}")
+            parallel.compare(step, f"{step} {LR}")
         clock.append(time.perf_counter())
         names = ("forward", "backward", "exchange_after_backward", "optimizer", "fingerprints")
-        return {name: end - start for name, start, end in zip(names, clock, clock[1:], strict=False)}
+        phases = {name: end - start for name, (start, end) in zip(names, pairwise(clock), strict=True)}
+        return {**phases, "exchange": parallel.gradients.exchange_seconds}
 
 
 class PlainStep:
@@ -110,12 +110,9 @@ def main(task: dict[str, Any]) -> None:
                 seconds = time.perf_counter() - started
                 if repetition >= 0:
                     timings[name].append(seconds)
-                    if name == "andon":
-                        phases.append(
-                            {**phase, "exchange": steps["andon"].parallel.gradients.exchange_seconds}
-                        )
+                    phases += [phase] if name == "andon" else []
         results[str(tokens)] = {"seconds": timings, "phases": phases}
-        for name, step in steps.items():
+        for step in steps.values():
             if isinstance(step, AndonStep):
                 step.parallel.close()
         del steps, models

@@ -17,7 +17,8 @@ from typing import Final
 
 from andon.group.base import ProtocolError
 
-TRIES = 10
+TRIES: Final = 10
+"""How often to let others run and try again before sleeping: the next piece is often a moment away."""
 LOW_WATER: Final = 1 << 19
 """Wake up for no fewer bytes than these, unless fewer are missing: half of the cost of a small piece is the
 waking."""

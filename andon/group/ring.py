@@ -27,7 +27,7 @@ from andon.group.base import Group, Rendezvous, Wire, first_row, one_node_each, 
 from andon.group.door import Door, knock
 from andon.group.flow import Incoming, Outgoing
 from andon.group.host import on_host
-from andon.group.route import Exact, Rounded, Route, Scratch
+from andon.group.route import Exact, Rounded, Route, Scratch, check_bounds
 from andon.group.watch import Watch
 from andon.group.wire import Hello, announcement, differ
 from andon.order import Order, shares
@@ -142,6 +142,7 @@ class RingGroup(Group):
     ) -> None:
         """Let chunks go round: those to be added first, then those to be kept."""
         rank, size = self.rank, self.world_size
+        check_bounds(bounds, form.count, size)
         added = [(rank - 2 - turn) % size for turn in range(size - 1)] if adds else []
         kept = [(rank - 1 - turn) % size for turn in range(size - 1)] if gathers else []
         first = (rank - 1) % size if adds else rank

@@ -22,8 +22,15 @@ PIECE: Final = 1 << 17
 STRETCH: Final = 2
 """Pieces in a stretch."""
 SLOTS: Final = 2 * STRETCH + 2
-"""Pieces that can wait to be passed on. A ring in which all ranks were full at once would stand still; on
-average no more than a stretch waits, so with two nobody ever waits for itself."""
+"""Pieces that can wait to be passed on. More than a stretch waits only at a rank whose left neighbour is
+ahead of it, and in a ring not everyone can be behind; so the ring never stands still with all slots full."""
+
+
+def check_bounds(bounds: Sequence[int], count: int, world_size: int) -> None:
+    """Refuse bounds that do not cut `count` elements into a part per rank."""
+    whole = len(bounds) == world_size + 1 and bounds[0] == 0 and bounds[-1] == count
+    if not whole or any(lo > hi for lo, hi in pairwise(bounds)):
+        raise ValueError(f"{list(bounds)} does not cut {count} elements into {world_size} parts")
 
 
 class Route:

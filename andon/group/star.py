@@ -25,7 +25,7 @@ from andon.group.base import Group, Rendezvous, Wire, first_row, one_node_each, 
 from andon.group.door import knock
 from andon.group.flow import Incoming, Outgoing
 from andon.group.host import on_host
-from andon.group.route import PIECE, Exact, Rounded, Scratch
+from andon.group.route import PIECE, Exact, Rounded, Scratch, check_bounds
 from andon.group.watch import Watch
 from andon.group.wire import Hello, announcement
 from andon.order import Order
@@ -140,6 +140,8 @@ class StarGroup(Group):
         order: Order | None,
     ) -> None:
         """Announce an operation, send my rows of the parts I am a source of and receive into `into`."""
+        if name != "all-reduce":
+            check_bounds(bounds, into.count, self.world_size)
         header = announcement(name, into.count, into.kind, tuple(bounds), order)
         cut = parts(name, bounds, into.kind)
         spans = [(part.lo, part.hi) for part in cut if is_source(name, part, self.rank)]

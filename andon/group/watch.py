@@ -36,6 +36,7 @@ class Watch:
         self.timeout = timeout
         self._links, self._data = dict(links), list(data)
         self._operations = 0
+        self._closed = False
         self._begun = dict.fromkeys(links, 0)
         self._heard = dict.fromkeys(links, time.monotonic())
         self._unread = {peer: bytearray() for peer in links}
@@ -110,8 +111,9 @@ class Watch:
 
     def close(self) -> None:
         """Tell the peers that this is a departure, not a failure, and stop; safe to call twice."""
-        if not self._thread.is_alive():
+        if self._closed:
             return
+        self._closed = True
         self._tell(Leaving())
         self._wake.close()
         self._thread.join()

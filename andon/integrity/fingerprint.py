@@ -9,7 +9,7 @@ more also tell which one is wrong.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,19 @@ class Fingerprints:
             if len(set(prints)) > 1:
                 said.append(f"the {label} differ{_who(prints)}")
         return said
+
+
+def compare_replicas(group: Group, step: int, own: Sequence[Tensor], replica: Sequence[Tensor]) -> None:
+    """Halt if a rank's moments are not those that the next rank keeps for it."""
+    mine, kept = (
+        blake3(b"".join(cell_sums(each).tobytes() for each in held)).digest(WIDTH) for held in (own, replica)
+    )
+    words = group.all_gather_bytes(mine + kept)
+    for rank, word in enumerate(words):
+        keeper = (rank + 1) % group.world_size
+        if word[:WIDTH] != words[keeper][WIDTH:]:
+            cause = f"the moments that rank {rank} owns differ from their replica on rank {keeper}"
+            raise JidokaHalt(step, cause, sound=False)
 
 
 def cell_sums(buffer: Tensor) -> npt.NDArray[np.int64]:

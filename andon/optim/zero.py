@@ -4,6 +4,9 @@ Without it (`off`) every rank updates everything. With it a rank owns *parts* of
 (`even`, boundaries on cells) or whole units (`round_robin`, `contiguous`). Gradients are then reduced to
 their owners only, each rank keeps AdamW's moments for what it owns, updates it, and the weights are gathered.
 A part's bits do not depend on who computes them, so the answer is the same.
+
+With `replicas` = 2 the next rank keeps a copy of each rank's moments and updates it alike, so that the loss
+of one rank loses nothing; then every rank needs the whole gradient, which costs an all-reduce.
 """
 
 from __future__ import annotations
@@ -22,24 +25,35 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
+class Zero:
+    """How the optimizer state is shared out."""
+
+    policy: Policy = "off"
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
 class Ownership:
     """For each unit the bounds of the ranks' parts, counted from the unit's start; None: everyone owns it."""
 
     layout: Layout
     world_size: int
     bounds: tuple[tuple[int, ...], ...] | None
+    replicas: int = 1
 
     @classmethod
-    def of(cls, layout: Layout, world_size: int, policy: Policy) -> Ownership:
-        """The ownership that a policy gives."""
+    def of(cls, layout: Layout, world_size: int, policy: Policy, replicas: int = 1) -> Ownership:
+        """The ownership that a policy gives; alone there is nobody to keep a replica."""
+        replicas = min(replicas, world_size)
         sizes = [unit.stop - unit.start for unit in layout.units]
         if policy == "off":
             return cls(layout, world_size, None)
         if policy == "even":
-            return cls(layout, world_size, tuple(tuple(shares(size, world_size, CELL)) for size in sizes))
+            even = tuple(tuple(shares(size, world_size, CELL)) for size in sizes)
+            return cls(layout, world_size, even, replicas)
         owners = _unit_owners(layout, sizes, world_size, policy)
         bounds = [_whole(size, owner, world_size) for size, owner in zip(sizes, owners, strict=True)]
-        return cls(layout, world_size, tuple(bounds))
+        return cls(layout, world_size, tuple(bounds), replicas)
 
     @property
     def shared(self) -> bool:
@@ -56,6 +70,10 @@ class Ownership:
             if lo < hi:
                 found.append((lo, hi))
         return found
+
+    def replica_parts(self, rank: int) -> list[Range]:
+        """The ranges whose moments a rank keeps for the rank before it."""
+        return self.parts((rank - 1) % self.world_size) if self.replicas > 1 else []
 
     def cells(self) -> list[list[Range]]:
         """For each rank the ranges whose norm it computes: what it owns, or an even share of everything."""
