@@ -100,9 +100,11 @@ class DataParallel:
     def gather_moments(self) -> dict[str, Tensor]:
         """AdamW's moments of every parameter on the CPU, complete on rank 0; every rank calls it."""
         views = self.arena.layout.views
-        whole = {kind: torch.zeros(self.arena.layout.size) for kind in self.optimizer.moments}
-        for kind, flat in self.optimizer.moments.items():
-            self._gather_into(whole[kind], flat)
+        whole = {kind: flat.cpu() for kind, flat in self.optimizer.moments.items()}
+        if self.ownership.shared:
+            for kind, flat in self.optimizer.moments.items():
+                whole[kind] = torch.zeros(self.arena.layout.size)
+                self._gather_into(whole[kind], flat)
         return {f"{kind}.{name}": view for kind, flat in whole.items() for name, view in views(flat).items()}
 
     def _gather_into(self, whole: Tensor, flat: Tensor) -> None:
