@@ -81,11 +81,6 @@ class Layout:
         """The name of the unit that holds a parameter."""
         return next(unit.name for unit in self.units if any(piece.name == name for piece in unit.slices))
 
-    def locate(self, element: int) -> tuple[Unit, Slice | None]:
-        """The unit and the parameter (None: a gap) that hold an element of the arena."""
-        unit = next(unit for unit in self.units if element < unit.stop)
-        return unit, next((piece for piece in unit.slices if piece.start <= element < piece.stop), None)
-
 
 def backward_order(model: nn.Module) -> list[tuple[str, list[tuple[str, Tensor]]]]:
     """Units by rule: each child of the longest module list is a block; the modules registered after the

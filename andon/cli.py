@@ -11,6 +11,7 @@ import typer
 
 import andon
 from andon.errors import UserError
+from andon.group.base import GroupError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +47,12 @@ def main() -> None:
         from andon.display import show_error
 
         show_error(_console(stderr=True), error)
+        sys.exit(1)
+    except GroupError as error:
+        from andon.display import show_error
+
+        why = UserError(str(error), "A worker died or cannot be reached", "The same command goes on")
+        show_error(_console(stderr=True), why)
         sys.exit(1)
 
 
@@ -192,7 +199,7 @@ def bench_transport(
     from andon.bench.transport import main as run
     from andon.bench.transport import parse_size
 
-    counts = [int(count) for count in ranks.split(",")]
+    counts = _numbers("--ranks", ranks)
     run(transports.split(","), counts, [parse_size(size) for size in sizes.split(",")], repetitions, as_json)
 
 
@@ -208,7 +215,7 @@ def bench_train(
     """Andon's step with and without checks against PyTorch DDP over Gloo, interleaved in one run."""
     from andon.bench.train import main as run
 
-    run(preset, ranks, [int(count) for count in tokens.split(",")], repetitions, transport, as_json)
+    run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, as_json)
 
 
 @config_app.command("show", context_settings=ANY)
@@ -242,8 +249,7 @@ def data_show(
     """Print the text of training windows."""
     from andon.cluster.prepare import show_windows
 
-    numbers = [int(word) for word in windows.split(",") if word.strip().isdigit()]
-    show_windows(run, numbers, _console())
+    show_windows(run, _numbers("--windows", windows), _console())
 
 
 def _config(arguments: list[str]) -> Config:
@@ -261,6 +267,15 @@ def _config(arguments: list[str]) -> Config:
     if corpus:
         overrides = {"data.corpus": corpus, **overrides}
     return load(Path(files[0]) if files else None, overrides)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"{option} {text} is no list of numbers", "They are separated by commas", f"{option} 1,2"
+        ) from None
 
 
 def _address(text: str) -> tuple[str, int]:

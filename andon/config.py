@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from pydantic import model_validator as validator
 
 from andon.errors import UserError
+from andon.integrity.faults import parse as parse_fault
 from andon.model.shape import SHAPES, Shape
 
 Preset = Literal["tiny", "30m", "124m", "350m", "1b"]
@@ -28,7 +29,7 @@ class Section(BaseModel):
     """Unknown keys are refused; each field's docstring is its help text."""
 
     model_config = ConfigDict(
-        extra="forbid", validate_default=True, use_attribute_docstrings=True, frozen=True
+        extra="forbid", validate_default=True, use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
     )
 
 
@@ -68,7 +69,9 @@ class DataConfig(Section):
     """`bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json."""
     validation: float = Field(0.02, ge=0, lt=0.5)
     """Share of the windows held out for validation."""
-    cache: Path = Field(default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "andon")
+    cache: Path = Field(
+        default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "andon"
+    )
     """Where tokenized corpora are kept."""
 
     @validator(mode="before")
@@ -159,7 +162,7 @@ class RunConfig(Section):
 class Config(Section):
     """Everything that determines a run."""
 
-    seed: NonNegativeInt = 1
+    seed: int = Field(1, ge=0, lt=2**32)
     """Seed of weights, data order and samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is one and says so when it falls back to the CPU."""
@@ -182,6 +185,12 @@ class Config(Section):
     zero: ZeroConfig = Field(default_factory=ZeroConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     run: RunConfig = Field(default_factory=RunConfig)
+
+    @validator(mode="after")
+    def _faults_make_sense(self) -> Config:
+        for text in self.fault:
+            parse_fault(text)
+        return self
 
     @validator(mode="after")
     def _divides(self) -> Config:
@@ -285,7 +294,7 @@ def check_key(key: str) -> None:
 def _with_preset(nested: dict[str, Any]) -> dict[str, Any]:
     model = nested.get("model", {})
     preset = model.get("preset", "tiny") if isinstance(model, dict) else "tiny"
-    if preset not in SHAPES:
+    if not isinstance(preset, str) or preset not in SHAPES:
         allowed = ", ".join(get_args(Preset))
         raise UserError(
             f"model.preset = {preset!r} is not a preset", f"Presets: {allowed}", "Choose one of these"
@@ -365,7 +374,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]
         key, equals, value = word[2:].partition("=")
         key = {"compile": "train.compile"}.get(key, key)
         check_key(key)
-        if key == "train.compile" and not equals and (not rest or rest[0] not in ("true", "false")):
+        if key == "train.compile" and not equals and (not rest or rest[0].lower() not in ("true", "false")):
             value = "true"
         elif not equals:
             if not rest or rest[0].startswith("--"):

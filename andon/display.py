@@ -29,7 +29,9 @@ def show_plan(console: Console, config: Config) -> None:
     table.add_column()
     width = f"{shape.layers} blocks of width {shape.hidden}"
     table.add_row("model", f"{config.model.preset} · {human_count(plan.parameters)} parameters · {width}")
-    table.add_row("data", f"{', '.join(config.data.corpus)} · tokenizer {config.data.tokenizer}")
+    table.add_row(
+        "data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}"
+    )
     batch = f"{train.slots} slots × {train.micro_batch} windows × {train.context} tokens"
     table.add_row("step", f"{plan.tokens_per_step:,} tokens = {batch}")
     table.add_row("run", f"{train.steps:,} steps · {human_count(plan.tokens)} tokens · seed {config.seed}")
@@ -40,7 +42,7 @@ def show_plan(console: Console, config: Config) -> None:
         f"optimizer {human_bytes(plan.optimizer_bytes)}, activations ~{human_bytes(plan.activations_bytes)}"
     )
     table.add_row("memory", f"about {human_bytes(plan.worker_bytes)} a worker: {parts}")
-    table.add_row("folder", str(config.run.dir))
+    table.add_row("folder", escape(str(config.run.dir)))
     if console.is_terminal:
         console.print(Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False))
     else:
@@ -88,7 +90,7 @@ class Display:
             self._live = None
 
     def _on_note(self, said: Event) -> None:
-        self.console.print(said["text"], style="dim")
+        self.console.print(said["text"], style="dim", markup=False)
 
     def _on_start(self, said: Event) -> None:
         self.started, self.first_step = time.monotonic(), said["step"]
@@ -180,7 +182,9 @@ def show_halt(console: Console, config: Config, said: Event) -> None:
     lines += ["", state, ""]
     if samples:
         windows = ",".join(map(str, samples[:16]))
-        lines.append(f"look at the samples   andon data show {config.run.dir} --windows {windows}")
+        lines.append(
+            f"look at the samples   andon data show {escape(str(config.run.dir))} --windows {windows}"
+        )
     lines.append("try again             the same command goes on from the last checkpoint")
     if said["sound"]:
         lines.append("go on without them    the same command with --on_nonfinite skip")

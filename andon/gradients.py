@@ -76,6 +76,7 @@ class Gradients:
         self._folds = {fold.slot: fold for fold in self.order.folds(group.rank)}
         self._losses: dict[int, tuple[Tensor, int]] = {}
         self._bad: list[str] = []
+        self._broken = False
         self.is_finite = is_finite
         self.exchange_seconds = 0.0
         """How long the collectives of this step took, most of it beside backward."""
@@ -89,7 +90,7 @@ class Gradients:
             1, "andon-exchange", initializer=_same_threads(torch.get_num_threads())
         )
         self._backward: Backward | None = None
-        self._watch: Callable[[str, Tensor], None] | None = None
+        self._inspection: tuple[int, Callable[[str, Tensor], None]] | None = None
         self._hooks = [
             arena.parameters[piece.name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._hook(index, piece.name)
@@ -100,24 +101,41 @@ class Gradients:
 
     def backward(self, loss: Tensor, slot: int, tokens: int) -> None:
         """Backward of one slot's summed loss; slots come in order, the last one starts the exchange."""
+        self._check_turn(slot)
         fold = self._folds[slot]
         if slot == self.slots[0]:
             self._bad, self.exchange_seconds = [], 0.0
         self._backward = Backward(self, fold, last=slot == self.slots[-1])
         for name, parameter in self.arena.parameters.items():
             parameter.grad = self.views[fold.row][name] if fold.accumulate else None
+        self._broken = True
         loss.backward()  # type: ignore[no-untyped-call]
         self._backward.complete()
+        self._broken = False
         self._losses[slot] = (loss.detach(), tokens)
+
+    def _check_turn(self, slot: int | None) -> None:
+        """Every slot has its turn once, in order, and then `finish` (None)."""
+        if self._broken:
+            raise RuntimeError(
+                "an earlier backward failed in the middle: these gradients cannot be used any more"
+            )
+        done = len(self._losses)
+        due = self.slots[done] if done < len(self.slots) else None
+        if slot != due:
+            names = ("the end of the step" if each is None else f"slot {each}" for each in (slot, due))
+            raise ValueError("{} came where {} was due".format(*names))
 
     def finish(self, stop: bool = False) -> Totals:
         """Wait for the exchange and agree with the other ranks on what the step came to."""
-        assert self._backward is not None and self._backward.last, "finish follows the last slot"
+        self._check_turn(None)
+        assert self._backward is not None
         for exchange in self._backward.exchanges:
             exchange.result()
         for name, parameter in self.arena.parameters.items():
             parameter.grad = self.views[0][name]
         losses = [(slot, self._losses[slot][0].item(), self._losses[slot][1]) for slot in self.slots]
+        self._losses.clear()
         words = self.group.all_gather_bytes(json.dumps([stop, self._bad, losses]).encode())
         everyone = [json.loads(word) for word in words]
         slots = sorted(record for _, _, records in everyone for record in records)
@@ -132,14 +150,13 @@ class Gradients:
 
     def inspect(self, loss: Tensor, slot: int, look: Callable[[str, Tensor], None]) -> None:
         """Backward of one slot again, only to look at each parameter's gradient."""
-        self._watch, self._backward = look, None
+        self._inspection = (slot, look)
         for parameter in self.arena.parameters.values():
             parameter.grad = None
-        self._inspected_slot = slot
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
-            self._watch = None
+            self._inspection = None
 
     def _norm(self) -> float:
         """The norm of the total, over cells in the order of the arena; each rank takes those it owns."""
@@ -156,10 +173,11 @@ class Gradients:
     def _hook(self, unit: int, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            if self._watch is not None:
+            if self._inspection is not None:
+                slot, look = self._inspection
                 if self.on_gradient:
-                    self.on_gradient(self._inspected_slot, name, parameter.grad)
-                self._watch(name, parameter.grad)
+                    self.on_gradient(slot, name, parameter.grad)
+                look(name, parameter.grad)
                 parameter.grad = None
                 return
             assert self._backward is not None, "backward outside Gradients.backward"

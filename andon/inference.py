@@ -10,7 +10,7 @@ from rich.console import Console
 
 from andon import evaluation
 from andon.checkpoint.store import load_state
-from andon.cluster.prepare import prepare_tokens
+from andon.cluster.prepare import other_data, prepare_tokens
 from andon.config import build
 from andon.data import stories
 from andon.data.batches import Batches
@@ -39,8 +39,11 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
 
 def evaluate(folder: Path, windows: int, console: Console) -> None:
     """Print what a checkpoint is worth on the held-out part of its corpus."""
-    config = build(load_state(folder)["config"], {})
+    state = load_state(folder)
+    config = build(state["config"], {})
     model, tokens = load_model(folder), prepare_tokens(config, console)
+    if tokens.digest != state["data"]:
+        raise other_data(folder)
     train = config.train
     batches = Batches(
         tokens, config.seed, train.slots, train.micro_batch, train.context, config.data.validation

@@ -8,6 +8,7 @@ An event is a flat JSON object with its kind under `event` and the time in secon
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -29,11 +30,12 @@ class Recorder:
     def __init__(self, folder: Path, *listeners: Emit) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.listeners = folder, listeners
+        cut_last_line(folder / "metrics.jsonl")
         self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
 
     def emit(self, said: Event) -> None:
         """Record one event."""
-        self._file.write(json.dumps(said) + "\n")
+        self._file.write(as_json(said) + "\n")
         if said["event"] == "done":
             self._whole("summary.json", said)
         elif said["event"] == "halt":
@@ -43,11 +45,32 @@ class Recorder:
 
     def _whole(self, name: str, said: Event) -> None:
         fields = {key: value for key, value in said.items() if key not in ("event", "time")}
-        write_whole(self.folder / name, json.dumps(fields, indent=2) + "\n")
+        write_whole(self.folder / name, as_json(fields, indent=2) + "\n")
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def as_json(fields: Any, indent: int | None = None) -> str:
+    """JSON as everybody reads it: a number that is not finite becomes null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(fields), indent=indent, allow_nan=False)
+
+
+def cut_last_line(path: Path) -> None:
+    """Remove a last line that a kill cut short, so that the next event begins a line of its own."""
+    if path.exists():
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def read(folder: Path) -> Iterator[Event]:

@@ -139,5 +139,7 @@ def join(timeout: float = 60.0) -> Group:
 
     mine = not dist.is_initialized()
     if mine:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     return TorchGroup(None, timeout, owned=mine)

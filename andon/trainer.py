@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon.checkpoint.store import Snapshot, load_state, open_moments
+from andon.checkpoint.store import Snapshot, load_state, open_moments, reading
 from andon.config import Config
 from andon.data.batches import Batches
 from andon.data.tokens import TokenSet
@@ -50,7 +51,8 @@ class Trainer:
         on_gradient = self._poison if config.fault else None
         self.parallel = DataParallel(self.model, group, train.slots, settings, zero, on_gradient)
         self.arena, self.gradients = self.parallel.arena, self.parallel.gradients
-        self.step = self.skipped = self.skips = 0
+        self.faults.check(self.gradients.order, self.arena.layout, self.parallel.state)
+        self.step = self.skipped = self.skips = self.tokens_seen = 0
         self.last_loss = float("nan")
 
     def train_step(self, stop: bool = False) -> tuple[Totals, dict[str, float]]:
@@ -75,6 +77,7 @@ class Trainer:
         self.parallel.compare(step, self.facts(step))
         clock.lap("fingerprint_ms")
         self.step, self.last_loss = step, totals.loss
+        self.tokens_seen += totals.tokens
         return totals, clock.laps
 
     def halt_unless_sound(self, step: int, totals: Totals) -> bool:
@@ -82,8 +85,8 @@ class Trainer:
         if totals.sound:
             self.skips = 0
             return True
-        self.skips += 1
-        if self.config.on_nonfinite == "skip" and self.skips < self.config.max_skips:
+        if self.config.on_nonfinite == "skip" and self.skips + 1 < self.config.max_skips:
+            self.skips += 1
             self.skipped += 1
             return False
         raise JidokaHalt(step, totals.complaint, share_findings(self.group, self.findings(step, totals)))
@@ -140,8 +143,8 @@ class Trainer:
             moments=self.parallel.gather_moments(),
             state={
                 "step": self.step,
-                "loss": self.last_loss,
-                "tokens": self.step * self.config.tokens_per_step,
+                "loss": self.last_loss if math.isfinite(self.last_loss) else None,
+                "tokens": self.tokens_seen,
                 "skipped": self.skipped,
                 "skips_in_a_row": self.skips,
                 "data": self.tokens.digest,
@@ -153,18 +156,15 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint, exactly, with any number of workers."""
         state = load_state(folder)
-        if state["data"] != self.tokens.digest:
-            raise UserError(
-                f"{folder} was trained on other data",
-                f"Its tokens have digest {state['data'][:12]}, these {self.tokens.digest[:12]}",
-                "Give the same corpus, or start afresh with --resume none",
-            )
-        load_weights(self.model, folder)
+        check_resumable(folder, state, self.config, self.tokens)
+        with reading(folder):
+            load_weights(self.model, folder)
         with open_moments(folder, self.arena.parameters) as read:
             self.parallel.load_moments(read)
         self.step, self.skipped, self.skips = state["step"], state["skipped"], state["skips_in_a_row"]
         self.parallel.optimizer.steps_done = self.step - self.skipped
-        self.last_loss = float(state["loss"])
+        self.tokens_seen = state["tokens"]
+        self.last_loss = math.nan if state["loss"] is None else state["loss"]
 
     def _tokenizer_files(self) -> dict[str, str]:
         names = ("tokenizer.json", "tokenizer_config.json")
@@ -190,6 +190,31 @@ class Clock:
         now = time.perf_counter()
         self.laps[name] = round(1e3 * (now - self._last), 3)
         self._last = now
+
+
+def check_resumable(folder: Path, state: dict[str, Any], config: Config, tokens: TokenSet) -> None:
+    """Refuse to go on with other data, another seed or another batch: samples would repeat or be missed."""
+    if state["data"] != tokens.digest:
+        raise UserError(
+            f"{folder} was trained on other data",
+            f"Its tokens have digest {state['data'][:12]}, these {tokens.digest[:12]}",
+            "Give the same corpus, or start afresh with --resume none",
+        )
+    before, now = state["config"], config.model_dump(mode="json")
+    pairs = {
+        "seed": (before["seed"], now["seed"]),
+        **{
+            f"train.{key}": (before["train"][key], now["train"][key])
+            for key in ("slots", "micro_batch", "context")
+        },
+    }
+    changed = [f"{key} {old} → {new}" for key, (old, new) in pairs.items() if old != new]
+    if changed:
+        raise UserError(
+            f"{folder} was trained with another batch: {', '.join(changed)}",
+            "Some samples would be seen twice and others never",
+            "Keep these, choose another --run.dir, or start afresh with --resume none",
+        )
 
 
 def check_vocabulary(config: Config, tokens: TokenSet) -> None:

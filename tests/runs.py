@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +30,21 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     """Start `andon …` in a folder."""
     command = [sys.executable, "-m", "andon", *arguments]
     process = subprocess.Popen(
-        command, cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=cwd,
+        env=environment(cwd),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # as in a terminal of its own, so that a test can press Ctrl-C there
     )
     _started.append(process)
     return process
+
+
+def ctrl_c(process: subprocess.Popen[str]) -> None:
+    """What a terminal does: the signal goes to the whole foreground group."""
+    os.killpg(process.pid, signal.SIGINT)
 
 
 _started: list[subprocess.Popen[str]] = []

@@ -29,7 +29,7 @@ MAY_USE = {
     "checkpoint": {"arena", "integrity"},
     "parallel": {"arena", "gradients", "group", "integrity", "optim"},
     "metrics": set(),
-    "config": {"model"},
+    "config": {"integrity", "model"},
     "plan": {"config", "order"},
     "evaluation": {"data", "group", "model"},
     "trainer": {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, andon, environment, train
+from tests.runs import SMALL, andon, environment, summary, train
 
 TEXT = "The cat sat on the mat and looked at the moon.\n" * 200
 
@@ -79,6 +79,46 @@ def test_a_checkpoint_of_another_shape_is_refused_and_stays_as_it_was(tmp_path: 
 def test_other_data_than_the_checkpoint_was_trained_on(tmp_path: Path) -> None:
     train("--train.steps=2", cwd=tmp_path)
     assert "was trained on other data" in refused("--train.steps=4", "--data.stories=200", cwd=tmp_path)
+
+
+def test_another_seed_or_batch_than_the_checkpoint_was_trained_with(tmp_path: Path) -> None:
+    train("--train.steps=2", cwd=tmp_path)
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    output = refused("--train.steps=4", "--seed=5", "--train.micro_batch=1", cwd=tmp_path)
+    assert "seed 1 → 5" in output and "train.micro_batch 2 → 1" in output
+    assert (tmp_path / "run" / "config.yaml").read_text() == config
+
+
+def test_a_damaged_checkpoint_and_a_damaged_cache_are_named(tmp_path: Path) -> None:
+    train("--train.steps=2", cwd=tmp_path)
+    weights = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "checkpoint-2 is damaged" in refused("--train.steps=4", cwd=tmp_path)
+    (shard,) = (tmp_path / "cache" / "andon").glob("*/tokens-00000.bin")
+    data = bytearray(shard.read_bytes())
+    data[500] ^= 1
+    shard.write_bytes(data)
+    assert "tokens-00000.bin is damaged" in refused("--train.steps=4", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "nan:rank=0,step=1,parameter=nope",
+        "bitflip:rank=0,step=1,unit=nope",
+        "nan:rank=7,step=1",
+        "nun:rank=0",
+    ],
+)
+def test_a_fault_that_can_never_happen(tmp_path: Path, fault: str) -> None:
+    assert f"--fault {fault} is refused" in refused(f"--fault={fault}", cwd=tmp_path)
+
+
+def test_a_branch_of_an_older_checkpoint_needs_a_folder_of_its_own(tmp_path: Path) -> None:
+    train("--train.steps=4", "--checkpoint.every=2", cwd=tmp_path)
+    older = "--resume=run/checkpoints/checkpoint-2"
+    assert "already goes on to checkpoint-4" in refused(older, "--train.steps=6", cwd=tmp_path)
+    assert train(older, "--train.steps=4", cwd=tmp_path, name="branch") == summary(tmp_path / "run")
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ class Row:
         self.tokens = tokens
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        assert 0 <= start and start + count <= self.tokens
+        assert start >= 0 and start + count <= self.tokens
         return np.arange(start, start + count)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import SMALL, events, start, summary, train
+from tests.runs import SMALL, ctrl_c, events, start, summary, train
 
 SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
 COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "60")
@@ -49,12 +49,14 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def test_ctrl_c_saves_once_and_leaves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shm", "star"])
+def test_ctrl_c_saves_once_and_leaves_and_the_same_command_goes_on(tmp_path: Path, transport: str) -> None:
     whole = train("--train.steps=40", cwd=tmp_path, name="whole")
-    command = ["train", *SMALL, "--train.steps=40", "--workers=2", "--run.dir=run", "--checkpoint.every=0"]
+    options = ["--train.steps=40", "--workers=2", f"--group.transport={transport}", "--checkpoint.every=0"]
+    command = ["train", *SMALL, *options, "--run.dir=run"]
     process = start(*command, cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)
-    process.send_signal(signal.SIGINT)
+    ctrl_c(process)
     output = finish(process)
     assert process.returncode == 0 and "Stopped and saved at step" in output, output
     (stopped,) = events(tmp_path / "run", "stopped")
@@ -66,17 +68,28 @@ def test_ctrl_c_saves_once_and_leaves_and_the_same_command_goes_on(tmp_path: Pat
     assert summary(tmp_path / "run")["weights_blake3"] == whole["weights_blake3"]
 
 
+def test_ctrl_c_before_the_workers_have_joined_is_not_lost(tmp_path: Path) -> None:
+    train("--train.steps=1", cwd=tmp_path, name="warm")  # so that the data is prepared
+    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
+    until = time.monotonic() + 30
+    while len(workers_of(process)) < 2:
+        assert time.monotonic() < until
+    ctrl_c(process)
+    output = finish(process)
+    assert process.returncode == 0 and "Stopped and saved at step 1" in output, output
+
+
 def test_a_second_ctrl_c_quits_at_once_and_leaves_no_process(tmp_path: Path) -> None:
     process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
     wait_for_step(tmp_path / "run", 2, process)
     workers = workers_of(process)
     for worker in workers:
         worker.suspend()  # so that the first one cannot be obeyed
-    process.send_signal(signal.SIGINT)
+    ctrl_c(process)
     assert process.stdout is not None
     while "Once more quits" not in process.stdout.readline():
         assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    ctrl_c(process)
     finish(process)
     assert process.returncode == 1
     _, alive = psutil.wait_procs(workers, timeout=10)
@@ -99,7 +112,7 @@ def test_a_killed_worker_ends_the_run_with_a_reason(tmp_path: Path) -> None:
     wait_for_step(tmp_path / "run", 2, process)
     workers_of(process)[1].kill()
     output = finish(process)
-    assert process.returncode == 1 and "rank" in output.lower(), output
+    assert process.returncode == 1 and "rank 1 was lost" in output, output
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
@@ -109,7 +122,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     second = start(*command, cwd=tmp_path)
     output = finish(second)
     assert second.returncode == 1 and f"Process {process.pid} is training there" in output, output
-    process.send_signal(signal.SIGINT)
+    ctrl_c(process)
     finish(process)
 
 

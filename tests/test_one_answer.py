@@ -33,7 +33,7 @@ def answer(tokens: Path) -> str:
 
 
 def plain_loop(folder: Path, config: Config) -> str:
-    """A single process, torch.optim.AdamW, and the tree of additions written out: the oracle (no clipping)."""
+    """One process, torch.optim.AdamW, and the tree of additions written out: the oracle, without clipping."""
     torch.set_num_threads(1)
     train, optim = config.train, config.optim
     source = TokenSet.open(folder)

@@ -97,6 +97,24 @@ def test_a_bad_gradient_halts_and_leaves_the_weights() -> None:
     parallel.close()
 
 
+def test_slots_out_of_turn_and_a_backward_that_failed_are_refused() -> None:
+    model = nn.Linear(3, 1)
+    parallel = andon.DataParallel(model, LocalGroup(), slots=2)
+    x = torch.ones(1, 3)
+    with pytest.raises(ValueError, match="slot 1 came where slot 0 was due"):
+        parallel.backward(model(x).sum(), slot=1, tokens=1)
+    with pytest.raises(ValueError, match="the end of the step came where slot 0 was due"):
+        parallel.step(lr=0.1)
+    parallel.backward(model(x).sum(), slot=0, tokens=1)
+    with pytest.raises(ValueError, match="slot 0 came where slot 1 was due"):
+        parallel.backward(model(x).sum(), slot=0, tokens=1)
+    with pytest.raises(RuntimeError):
+        parallel.backward(torch.zeros(()), slot=1, tokens=1)  # nothing to differentiate
+    with pytest.raises(RuntimeError, match="an earlier backward failed"):
+        parallel.step(lr=0.1)
+    parallel.close()
+
+
 def test_alone_one_joins_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert "WORLD_SIZE" not in os.environ

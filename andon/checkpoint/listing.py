@@ -27,6 +27,12 @@ def newest(folder: Path) -> Path | None:
     return checkpoint_path(folder, found[-1]) if found else None
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name tells; -1 if it tells none."""
+    match = NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1
+
+
 def should_save(step: int, every: int, last: int) -> bool:
     """At every interval, and always at the last step; an interval of 0 saves only there."""
     return step > 0 and (step >= last or (every > 0 and step % every == 0))

@@ -25,6 +25,8 @@ from torch import Tensor
 from andon.checkpoint.listing import checkpoint_path, steps
 from andon.errors import UserError
 
+STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row", "data", "config")
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -77,6 +79,8 @@ def load_state(folder: Path) -> dict[str, Any]:
     """The `state.json` of a checkpoint."""
     try:
         state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if missing := [key for key in STATE_KEYS if key not in state]:
+            raise ValueError(f"it lacks {', '.join(missing)}")
         return state
     except (OSError, ValueError) as error:
         raise UserError(
@@ -89,7 +93,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def open_moments(folder: Path, parameters: Collection[str]) -> Iterator[Callable[[str], Tensor]]:
     """A reader of AdamW's moments by name (`first.NAME`, `second.NAME`), checked to fit the parameters."""
-    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
+    with reading(folder), safe_open(folder / "optimizer.safetensors", framework="pt") as file:
         if set(file.keys()) != {f"{kind}.{name}" for kind in ("first", "second") for name in parameters}:
             raise UserError(
                 f"{folder} does not fit this model",
@@ -97,6 +101,19 @@ def open_moments(folder: Path, parameters: Collection[str]) -> Iterator[Callable
                 "Use the configuration it was saved with, or another --run.dir",
             )
         yield file.get_tensor
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Say which checkpoint is damaged, and what to do."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{folder} is damaged",
+            str(error),
+            f"Remove it (rm -r {folder}): the same command takes the one before",
+        ) from error
 
 
 def weights_blake3(parameters: Mapping[str, Tensor]) -> str:
@@ -119,7 +136,9 @@ def _becoming(final: Path) -> Iterator[Path]:
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
         if final.exists():
-            final.rename(final.with_name(f".{final.name}.replaced"))
+            replaced = final.with_name(f".{final.name}.replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
         temporary.rename(final)
         _sync(final.parent)
     except BaseException:

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import andon
 from andon.cluster.control import COORDINATOR, ControlLink, Message
@@ -42,6 +42,7 @@ class Coordinator:
         """(rank, exit code) of every worker whose link has ended; None: it was lost."""
         self._words: dict[str, dict[int, str]] = defaultdict(dict)
         self._links: dict[int, ControlLink] = {}
+        self._stopping = self._begun = False
         self._lock = threading.RLock()
         self._listener = socket.create_server(bind)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -50,8 +51,15 @@ class Coordinator:
     def stop(self) -> None:
         """Ask every worker to save and leave after the current step."""
         with self._lock:
-            for link in self._links.values():
-                link.send("stop")
+            self._stopping = True
+            self._tell_all("stop")
+
+    def _tell_all(self, kind: str, **fields: Any) -> None:
+        for rank, link in self._links.items():
+            try:
+                link.send(kind, **fields)
+            except GroupError as error:  # its own thread will see the end of the link
+                self.on_event(event("note", text=f"rank {rank} did not hear '{kind}': {error}"))
 
     def wait(self) -> int:
         """Wait until every worker has left; the worst exit code."""
@@ -98,7 +106,10 @@ class Coordinator:
         finally:
             control.close()
             if rank is not None:
-                self.ends.put((rank, code))
+                with self._lock:
+                    del self._links[rank]
+                    if self._begun or code is not None:
+                        self.ends.put((rank, code))
 
     def _admit(self, control: ControlLink) -> int:
         """The handshake: version, then data, then a rank."""
@@ -119,18 +130,33 @@ class Coordinator:
                 control, hello, "its tokens are not the coordinator's: the corpus or the tokenizer differ"
             )
         with self._lock:
-            free = sorted(set(range(self.world_size)) - self._links.keys())
-            if not free:
-                self._refuse(control, hello, f"all {self.world_size} ranks are taken")
-            rank = hello["rank"] if hello.get("rank") in free else free[0]
+            rank = self._free_rank(
+                control, hello, sees_folder=ready.get("folder") == self.plan["folder_mark"]
+            )
             control.link.peer = rank
             control.link.socket.settimeout(None)
+            control.send("welcome", rank=rank, world_size=self.world_size)
+            if self._stopping:
+                control.send("stop")
             self._links[rank] = control
-        control.send("welcome", rank=rank, world_size=self.world_size)
         self.on_event(event("worker", rank=rank, pid=hello.get("pid"), host=hello.get("host")))
         return rank
 
-    def _refuse(self, control: ControlLink, hello: Message, reason: str) -> None:
+    def _free_rank(self, control: ControlLink, hello: Message, sees_folder: bool) -> int:
+        """A rank for a worker; rank 0 writes the checkpoints and must see the folder of the run."""
+        free = sorted(set(range(self.world_size)) - self._links.keys())
+        if self._begun or not free:
+            self._refuse(control, hello, f"all {self.world_size} ranks are taken")
+        if not sees_folder:
+            free = [rank for rank in free if rank]
+        if not free:
+            folder = self.plan["config"]["run"]["dir"]
+            self._refuse(
+                control, hello, f"rank 0 is left, which writes checkpoints, and it cannot see {folder}"
+            )
+        return hello["rank"] if hello.get("rank") in free else free[-1 if not sees_folder else 0]
+
+    def _refuse(self, control: ControlLink, hello: Message, reason: str) -> NoReturn:
         control.send("refused", reason=reason)
         raise Refused(f"a worker on {hello.get('host')} was refused: {reason}")
 
@@ -155,5 +181,5 @@ class Coordinator:
             words[rank] = word
             if len(words) == self.world_size:
                 del self._words[topic]
-                for link in self._links.values():
-                    link.send("words", topic=topic, words=[words[each] for each in range(self.world_size)])
+                self._begun = True
+                self._tell_all("words", topic=topic, words=[words[each] for each in range(self.world_size)])

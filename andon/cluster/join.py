@@ -7,7 +7,7 @@ from rich.console import Console
 from andon.cluster.control import Message
 from andon.cluster.prepare import prepare_tokens
 from andon.cluster.worker import join
-from andon.config import Config
+from andon.config import Config, DataConfig
 from andon.data.tokens import TokenSet
 from andon.errors import UserError
 from andon.group.base import GroupError
@@ -20,7 +20,8 @@ def join_run(host: str, port: int, console: Console) -> int:
         console.print(
             f"Joined {host}:{port}: {config.model.preset}, {config.train.steps:,} steps", style="dim"
         )
-        return prepare_tokens(config, console)
+        data = config.data.model_copy(update={"cache": DataConfig().cache})  # each machine has its own
+        return prepare_tokens(config.model_copy(update={"data": data}), console)
 
     try:
         return join(host, port, None, tokens_of)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,36 +19,36 @@ from rich.console import Console
 
 from andon.cluster.coordinator import Coordinator
 from andon.cluster.prepare import prepare_tokens
-from andon.cluster.run_folder import RunFolder
+from andon.cluster.run_folder import RunFolder, read_mark
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
 from andon.config import Config, load
 from andon.data.tokens import TokenSet
 from andon.display import Display, show_error, show_plan
 from andon.errors import UserError
-from andon.metrics import Recorder
+from andon.metrics import Event, Recorder
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed
 
 
 def train(config: Config, resume: str, console: Console) -> int:
     """`andon train` on this machine; gives the exit code."""
-    with _run_folder(config, resume, console) as checkpoint:
-        tokens = prepare_tokens(config, console)
-        here = "local" if config.workers == 1 else "shm" if sys.platform == "linux" else "torch"
-        return _run(config.with_transport(here), tokens, checkpoint, console)
+    here = "local" if config.workers == 1 else "shm" if sys.platform == "linux" else "torch"
+    config = absolute(config).with_transport(here)
+    with run_folder(config, resume, console) as (folder, checkpoint):
+        return _run(config, prepare_tokens(config, console), folder, checkpoint, console)
 
 
 def train_demo(overrides: Mapping[str, Any], console: Console) -> int:
     """`andon demo`: the tiny preset on the built-in stories; a finished demo is moved aside, not repeated."""
     demo = {"run.dir": "runs/demo", "workers": min(2, os.cpu_count() or 1)}
-    config = load(None, {**demo, **overrides})
+    config = absolute(load(None, {**demo, **overrides}))
     finished = (config.run.dir / "summary.json").exists()
     return train(config, "none" if finished else "auto", console)
 
 
 @contextlib.contextmanager
-def _run_folder(config: Config, resume: str, console: Console) -> Iterator[Path | None]:
-    """Show the plan and hold the run's folder; gives the checkpoint to go on from."""
+def run_folder(config: Config, resume: str, console: Console) -> Iterator[tuple[RunFolder, Path | None]]:
+    """Show the plan and hold the run's folder; gives it and the checkpoint to go on from."""
     show_plan(console, config)
     folder = RunFolder(config.run.dir)
     folder.take()
@@ -56,23 +57,29 @@ def _run_folder(config: Config, resume: str, console: Console) -> Iterator[Path 
             console.print(f"The earlier run is now in {aside}", style="dim")
             folder.release()
             folder.take()
-        checkpoint = folder.resume_from(resume)
-        folder.write_config(config)
-        yield checkpoint
+        yield folder, folder.resume_from(resume)
+    except OSError as error:
+        where = f" at {error.filename}" if error.filename else ""
+        raise UserError(
+            f"The run's folder {config.run.dir} cannot be used",
+            f"{error.strerror}{where}",
+            "Choose another --run.dir",
+        ) from error
     finally:
         folder.release()
 
 
 def serve(config: Config, bind: tuple[str, int], console: Console) -> int:
     """`andon coordinator`: wait for workers started elsewhere and see them through; gives the exit code."""
-    with _run_folder(config, "auto", console) as checkpoint:
-        tokens = prepare_tokens(config, console)
-        return _run(config.with_transport("star"), tokens, checkpoint, console, bind)
+    config = absolute(config).with_transport("star")
+    with run_folder(config, "auto", console) as (folder, checkpoint):
+        return _run(config, prepare_tokens(config, console), folder, checkpoint, console, bind)
 
 
 def _run(
     config: Config,
     tokens: TokenSet,
+    folder: RunFolder,
     checkpoint: Path | None,
     console: Console,
     bind: tuple[str, int] | None = None,
@@ -82,20 +89,28 @@ def _run(
     log = config.run.dir / "logs" / "rank-{rank}.log"
     with contextlib.ExitStack() as stack:
         stack.callback(display.close)
-        recorder = stack.enter_context(contextlib.closing(Recorder(config.run.dir, display)))
+        recorder = stack.enter_context(contextlib.closing(Recorder(folder.folder, display)))
         server = stack.enter_context(gradient_server(config, bind[0] if bind else "127.0.0.1"))
         plan = {
             "config": config.model_dump(mode="json"),
             "data": tokens.digest,
+            "folder_mark": read_mark(folder.folder),
             "tokens": str(tokens.folder),
             "resume": str(checkpoint) if checkpoint else None,
             "log": str(log.parent),
             "server": server,
         }
-        coordinator = Coordinator(plan, config.workers, recorder.emit, bind or ("127.0.0.1", 0))
+
+        def on_event(said: Event) -> None:
+            if said["event"] == "start":
+                folder.begin(config)
+            recorder.emit(said)
+
+        coordinator = Coordinator(plan, config.workers, on_event, bind or ("127.0.0.1", 0))
         stack.enter_context(contextlib.closing(coordinator))
         if bind:
             host, port = coordinator.address
+            host = socket.gethostname() if host in ("0.0.0.0", "::") else host
             console.print(f"Waiting for {config.workers} workers: andon worker {host}:{port}", soft_wrap=True)
             with _interrupts(console, coordinator, None):
                 code = coordinator.wait()
@@ -107,7 +122,11 @@ def _run(
         show_error(console, coordinator.failures[0])
         return EXIT_USER_ERROR
     if code not in (0, EXIT_HALTED):
-        raise UserError(f"A worker ended with code {code}", "It gave no reason", f"Look at {log.parent}")
+        raise UserError(
+            f"{workers.first_failure if not bind else 'A worker'} ended the run",
+            "It gave no reason",
+            f"Look at {log.parent}",
+        )
     return code
 
 
@@ -125,7 +144,9 @@ def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int] | Non
         str(config.workers),
         str(config.group.timeout),
     ]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stdout is not None
     try:
         words = process.stdout.readline().split()
@@ -147,9 +168,10 @@ class Workers:
 
     def __init__(self, config: Config, address: tuple[str, int], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._exits: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self.first_failure = "A worker"
         self.processes = [self._start(config, address, rank, log) for rank in range(config.workers)]
-        self._threads = [threading.Thread(target=self._watch, args=[process]) for process in self.processes]
+        self._threads = [threading.Thread(target=self._watch, args=[rank]) for rank in range(config.workers)]
         for thread in self._threads:
             thread.start()
 
@@ -157,7 +179,7 @@ class Workers:
     def _start(config: Config, address: tuple[str, int], rank: int, log: Path) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "andon.cluster.worker", address[0], str(address[1]), str(rank)]
-        with open(str(log).format(rank=rank), "wb") as output:
+        with open(str(log).format(rank=rank), "ab") as output:
             # A session of its own: Ctrl-C reaches the launcher alone, which asks the workers to save first.
             return subprocess.Popen(
                 command,
@@ -168,17 +190,21 @@ class Workers:
                 start_new_session=True,
             )
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        self._exits.put(process.wait())
+    def _watch(self, rank: int) -> None:
+        self._exits.put((rank, self.processes[rank].wait()))
 
     def wait(self) -> int:
         """Wait for all; once one has failed, the rest have a while to stop by themselves."""
         worst = 0
         for _ in self.processes:
             try:
-                code = self._exits.get(timeout=GRACE if worst else None)
+                rank, code = self._exits.get(timeout=GRACE if worst else None)
             except queue.Empty:
                 break
+            if code and not worst:
+                self.first_failure = f"Rank {rank}" + (
+                    f", killed by {_signal_name(-code)}," if code < 0 else ""
+                )
             if code and (worst == 0 or code == EXIT_HALTED):
                 worst = code if code > 0 else EXIT_USER_ERROR
         return worst
@@ -195,6 +221,17 @@ class Workers:
         self.kill()
         for thread in self._threads:
             thread.join()
+
+
+def _signal_name(number: int) -> str:
+    hint = " (out of memory?)" if number == signal.SIGKILL else ""
+    return f"{signal.Signals(number).name}{hint}"
+
+
+def absolute(config: Config) -> Config:
+    """The configuration with a run folder that means the same from everywhere."""
+    run = config.run.model_copy(update={"dir": config.run.dir.expanduser().resolve()})
+    return config.model_copy(update={"run": run})
 
 
 @contextlib.contextmanager

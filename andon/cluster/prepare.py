@@ -11,6 +11,7 @@ from andon.config import Config, load
 from andon.data.shards import Corpus, prepare
 from andon.data.tokens import TokenSet
 from andon.errors import UserError
+from andon.metrics import read
 
 
 def prepare_tokens(config: Config, console: Console) -> TokenSet:
@@ -32,6 +33,7 @@ def prepare_tokens(config: Config, console: Console) -> TokenSet:
             bar.update(tasks[phase], completed=done)
 
         tokens = prepare(corpus, config.data.cache.expanduser(), progress)
+    tokens.verify()
     if replaced := tokens.meta["replaced"]:
         console.print(f"{replaced:,} places were no valid UTF-8 and read as U+FFFD", style="yellow")
     return tokens
@@ -41,6 +43,9 @@ def show_windows(run: Path, windows: list[int], console: Console) -> None:
     """Print the text of a run's windows."""
     config = load(run / "config.yaml")
     tokens, context = prepare_tokens(config, console), config.train.context
+    trained_on = [said["data"] for said in read(run) if said["event"] == "start"]
+    if trained_on and trained_on[-1] != tokens.digest:
+        raise other_data(run)
     tokenizer, last = tokens.tokenizer(), (tokens.tokens - 1) // context - 1
     if not windows or not all(0 <= window <= last for window in windows):
         raise UserError(
@@ -52,6 +57,15 @@ def show_windows(run: Path, windows: list[int], console: Console) -> None:
             f"window {window:,} · tokens {window * context:,} to {(window + 1) * context:,}", style="bold"
         )
         console.print(text, markup=False)
+
+
+def other_data(where: Path) -> UserError:
+    """The corpus has changed since."""
+    return UserError(
+        f"{where} was trained on other data",
+        "The corpus that its configuration names has changed since, or is found from another folder",
+        "Put the corpus back, and run this from the folder where the run was started",
+    )
 
 
 def show_tokens(tokens: TokenSet, console: Console) -> None:

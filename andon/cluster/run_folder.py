@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 from pathlib import Path
 from typing import IO
 
-from andon.checkpoint.listing import newest
+from andon.checkpoint.listing import newest, step_of
 from andon.config import Config
 from andon.errors import UserError
+from andon.metrics import write_whole
 
 
 class RunFolder:
@@ -34,14 +36,14 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.seek(0)
-            holder = self._lock.read().strip()
+            holder = self._lock.read().partition(" ")[0]
             raise UserError(
                 f"{self.folder} is in use",
                 f"Process {holder} is training there",
                 "Wait for it, or choose another --run.dir",
             ) from None
         self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
+        self._lock.write(f"{os.getpid()} {secrets.token_hex(8)}")
         self._lock.flush()
 
     def release(self) -> None:
@@ -67,14 +69,31 @@ class RunFolder:
         if resume == "auto":
             return newest(self.folder / "checkpoints")
         folder = Path(resume)
+        found = newest(self.folder / "checkpoints")
+        if found and step_of(found) > step_of(folder):
+            raise UserError(
+                f"{self.folder} already goes on to {found.name}",
+                f"{folder.name} is older, and its branch would be pruned before the later checkpoints",
+                "Choose another --run.dir for the branch",
+            )
         if not (folder / "state.json").is_file():
             raise UserError(
                 f"{folder} is not a checkpoint",
                 "It has no state.json",
-                "Try `andon checkpoint ls` or --resume auto",
+                "Name a folder checkpoint-STEP, or use --resume auto",
             )
         return folder
 
-    def write_config(self, config: Config) -> None:
-        """Keep the resolved configuration with the run."""
-        (self.folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    def begin(self, config: Config) -> None:
+        """A run begins or goes on here: keep its configuration, forget how an earlier part of it ended."""
+        write_whole(self.folder / "config.yaml", config.to_yaml())
+        for name in ("summary.json", "halt.json"):
+            (self.folder / name).unlink(missing_ok=True)
+
+
+def read_mark(folder: Path) -> str:
+    """What the process that holds a folder has written there; empty if it cannot be seen from here."""
+    try:
+        return (folder / ".lock").read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -68,7 +68,8 @@ def settle(threads: int) -> None:
 def choose_device(wanted: str, rank: int, emit: Emit) -> torch.device:
     """The device of a rank (F-DP-004): `auto` falls back to the CPU and says so, a name is a promise."""
     if wanted != "cpu" and torch.cuda.is_available():
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        device = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     if wanted == "cuda":

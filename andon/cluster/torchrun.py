@@ -10,60 +10,65 @@ import os
 import signal
 import threading
 from pathlib import Path
+from socket import gethostname
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from andon.cluster.launch import run_folder
 from andon.cluster.prepare import prepare_tokens
-from andon.cluster.run_folder import RunFolder
 from andon.cluster.session import open_configured, settle, train
 from andon.cluster.worker import EXIT_HALTED
-from andon.config import Config
-from andon.display import Display, show_plan
+from andon.config import Config, build
+from andon.display import Display
 from andon.group.base import Group
 from andon.group.torch_dist import StoreRendezvous, TorchGroup
 from andon.integrity.halt import JidokaHalt
-from andon.metrics import Emit, Event, Recorder
+from andon.metrics import Event, Recorder, event
 
 
 def run(config: Config, resume: str, console: Console) -> int:
     """Train as the rank that the environment names; gives the exit code."""
-    settle(config.threads)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    config = Config.model_validate({**config.model_dump(), "workers": world_size}).with_transport("torch")
+    config = build(config.model_dump(), {"workers": world_size}).with_transport("torch")
+    settle(config.threads)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    tokens = prepare_tokens(config, console if rank == 0 else Console(quiet=True))
     with contextlib.ExitStack() as stack:
         group = _open(config)
         stack.callback(group.close)
-        emit: Emit = _nothing
-        found: Path | None = None
+        emit, found = _nothing, None
         if rank == 0:
-            show_plan(console, config)
-            folder = RunFolder(config.run.dir)
-            folder.take()
-            stack.callback(folder.release)
-            found = folder.resume_from(resume)
-            folder.write_config(config)
+            folder, found = stack.enter_context(run_folder(config, resume, console))
+            folder.begin(config)
             display = Display(console, config)
             stack.callback(display.close)
-            recorder = Recorder(config.run.dir, display)
-            stack.callback(recorder.close)
+            recorder = stack.enter_context(contextlib.closing(Recorder(config.run.dir, display)))
             emit = recorder.emit
-        tokens = prepare_tokens(config, console if rank == 0 else Console(quiet=True))
-        word = group.all_gather_bytes(str(found or "").encode())[0].decode()
+        words = [
+            word.decode()
+            for word in group.all_gather_bytes(f"{os.getpid()} {gethostname()} {found or ''}".encode())
+        ]
+        for each, (pid, host, _) in enumerate(word.split(" ", 2) for word in words):
+            emit(event("worker", rank=each, pid=int(pid), host=host))
+        checkpoint = words[0].split(" ", 2)[2]
         try:
-            train(config, tokens, group, Path(word) if word else None, emit, stop.is_set)
+            train(config, tokens, group, Path(checkpoint) if checkpoint else None, emit, stop.is_set)
         except JidokaHalt:
             return EXIT_HALTED
     return 0
 
 
 def _open(config: Config) -> Group:
-    backend = "nccl" if config.device != "cpu" and torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend)
+    on_cuda = config.device != "cpu" and torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(
+            int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) % torch.cuda.device_count()
+        )
+    dist.init_process_group("nccl" if on_cuda else "gloo")
     if config.group.transport == "torch":
         return TorchGroup(None, config.group.timeout, config.group.wire, owned=True)
     store = dist.distributed_c10d._get_default_store()

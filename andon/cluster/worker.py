@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import queue
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 
 import andon
 from andon.cluster.control import COORDINATOR, ControlLink, Message
+from andon.cluster.run_folder import read_mark
 from andon.config import Config
 from andon.data.tokens import TokenSet
 from andon.errors import UserError
@@ -90,12 +92,13 @@ def join(host: str, port: int, rank: int | None, tokens_of: Callable[[Config, Me
     except UserError as error:
         control.send("failed", what=error.what, cause=error.cause, remedy=error.remedy)
         raise
-    control.send("ready", data=tokens.digest)
+    control.send("ready", data=tokens.digest, folder=read_mark(config.run.dir))
     membership = Membership(control, _answer(control, "welcome"), WAIT_FOR_ALL)
     code = EXIT_USER_ERROR
     try:
         code = _work(config, tokens, plan, membership)
     except UserError as error:
+        print(error, file=sys.stderr, flush=True)
         control.send("failed", what=error.what, cause=error.cause, remedy=error.remedy)
     except GroupError as error:
         traceback.print_exc()
@@ -116,13 +119,21 @@ def _work(config: Config, tokens: TokenSet, plan: dict[str, Any], membership: Me
     from andon.cluster.session import open_configured, train
     from andon.integrity.halt import JidokaHalt
 
-    group = open_configured(config, membership, membership.host, plan["server"])
+    group = open_configured(config, membership, membership.host, _reachable(plan["server"], membership))
     resume = Path(plan["resume"]) if plan["resume"] else None
     try:
         train(config, tokens, group, resume, membership.emit, membership.stop.is_set)
-    except JidokaHalt:
+    except JidokaHalt as halt:
+        print(halt, file=sys.stderr, flush=True)
         return EXIT_HALTED
     return 0
+
+
+def _reachable(server: list[Any] | None, membership: Membership) -> list[Any] | None:
+    """The gradient server's address; one that listens everywhere is where the coordinator is."""
+    if server and server[0] in ("0.0.0.0", "::"):
+        return [membership.control.link.socket.getpeername()[0], server[1]]
+    return server
 
 
 def _answer(control: ControlLink, expected: str) -> Message:
@@ -137,6 +148,7 @@ def _answer(control: ControlLink, expected: str) -> Message:
 
 def main(arguments: Sequence[str]) -> int:
     """One worker of `andon train`: the coordinator's address and the rank come as arguments."""
+    faulthandler.enable()
     host, port, rank = arguments
     return join(host, int(port), int(rank), lambda config, plan: TokenSet.open(Path(plan["tokens"])))
 

@@ -15,13 +15,14 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
+from andon.group import serial
 from andon.group.base import GroupError, GroupTimeout, ProtocolError, one_node_each
 from andon.group.crew import Crew, Worker, read_head
 from andon.group.flow import FlowFailed, Incoming, Listening
@@ -251,36 +252,36 @@ class GradientServer:
 
     def _mean(self, count: int, step: int, where: str, operation: str) -> Floats:
         mean = np.empty(count, np.float32)
-        pieces = {worker: torch.empty(min(PIECE, count)) for worker in self._crew.workers}
+        pieces = {worker: np.empty(min(PIECE, count), np.float32) for worker in self._crew.workers}
         for lo in range(0, count, PIECE):
             size = min(PIECE, count - lo)
             self._fill({worker: pieces[worker][:size] for worker in self._crew.workers}, operation)
             leaves = [pieces[worker][:size] for worker in self._crew.workers]
             for worker, leaf in zip(self._crew.workers, leaves, strict=True):
-                if not np.isfinite(leaf.numpy()).all():
+                if not np.isfinite(leaf).all():
                     self._crew.fail(NonFiniteGradient(worker.worker_id, step, where))
             if leaves:
-                one_node_each(len(leaves)).add_up(leaves)
-                np.divide(leaves[0].numpy(), np.float32(len(leaves)), out=mean[lo : lo + size])
+                serial.add_up(one_node_each(len(leaves)), leaves)
+                np.divide(leaves[0], np.float32(len(leaves)), out=mean[lo : lo + size])
         return mean
 
     def _tails(self, head: Head, step: int, operation: str) -> list[tuple[Any, ...]]:
         if not head.tail:
             return []
-        tails = {worker: torch.empty(head.tail, dtype=torch.uint8) for worker in self._crew.workers}
+        tails = {worker: np.empty(head.tail, np.uint8) for worker in self._crew.workers}
         self._fill(tails, operation)
-        values = [decode_tail(head.message, tails[worker].numpy().data) for worker in self._crew.workers]
+        values = [decode_tail(head.message, tails[worker].data) for worker in self._crew.workers]
         for worker, (loss, _, _) in zip(self._crew.workers, values, strict=True):
             if not math.isfinite(loss):
                 self._crew.fail(NonFiniteGradient(worker.worker_id, step, "loss"))
         return values
 
-    def _fill(self, buffers: dict[Worker, torch.Tensor], operation: str) -> None:
+    def _fill(self, buffers: Mapping[Worker, npt.NDArray[Any]], operation: str) -> None:
         flows = [
             Incoming(
                 worker.sock,
                 worker.worker_id,
-                [buffer.view(torch.uint8).numpy().data].__getitem__,
+                [buffer.view(np.uint8).data].__getitem__,
                 _nothing,
                 1,
             )

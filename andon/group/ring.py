@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from andon.group import serial
 from andon.group.base import Group, Rendezvous, Wire, first_row, one_node_each, rows_of
 from andon.group.door import Door, knock
 from andon.group.flow import Incoming, Outgoing
@@ -127,7 +128,7 @@ class RingGroup(Group):
         if not rows:
             total.zero_()
         for row in rows[1:]:
-            total.add_(row)
+            serial.add(total, row)
         return (Exact if self._wire == "f32" else Rounded)(total, self._scratch)
 
     def _circulate(

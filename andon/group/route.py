@@ -14,6 +14,8 @@ from typing import Final
 import numpy as np
 import torch
 
+from andon.group import serial
+
 Span = tuple[int, int]
 """From this element to that one."""
 
@@ -138,7 +140,7 @@ class Rounded:
         size = span[1] - span[0]
         if source >= 0:
             return self._bytes[source % SLOTS][: 2 * size]
-        self._slots[SLOTS][:size].copy_(self._flat[span[0] : span[1]])
+        serial.copy(self._slots[SLOTS][:size], self._flat[span[0] : span[1]])
         return self._bytes[SLOTS][: 2 * size]
 
     def incoming(self, span: Span, index: int, add: bool) -> memoryview:
@@ -150,9 +152,11 @@ class Rounded:
         size = span[1] - span[0]
         piece, mine = self._slots[index % SLOTS][:size], self._flat[span[0] : span[1]]
         if add:
-            piece.add_(self._slots[SLOTS + 1][:size].copy_(mine))
+            rounded = self._slots[SLOTS + 1][:size]
+            serial.copy(rounded, mine)
+            serial.add(piece, rounded)
         if final or not add:
-            mine.copy_(piece)
+            serial.copy(mine, piece)
 
     def alone(self) -> None:
         """Nothing travels: a ring of one, whose sum is rounded all the same."""

@@ -20,6 +20,7 @@ from typing import Final
 
 import torch
 
+from andon.group import serial
 from andon.group.base import ProtocolError
 from andon.group.door import Door
 from andon.group.flow import Flow, Incoming, Outgoing
@@ -253,23 +254,21 @@ class Memory:
     def __init__(self, leaves: int) -> None:
         self.leaves = leaves
         self._buffers = torch.empty(WINDOW, leaves + 1, 4 * PIECE, dtype=torch.uint8)
-        self._floats = [list(window.view(torch.float32)) for window in self._buffers]
-        self._halves = [list(window.view(torch.bfloat16)) for window in self._buffers]
         self._work = torch.empty(leaves, PIECE)
-        self.bytes: list[list[memoryview]] = [
-            [buffer.data for buffer in window.numpy()] for window in self._buffers
-        ]
+        windows = [window.numpy() for window in self._buffers]
+        self.bytes: list[list[memoryview]] = [[buffer.data for buffer in window] for window in windows]
 
     def add_up(self, window: int, size: int, order: Order, kind: str) -> None:
         """Add the leaves of a part in the one order; the sum ends in the first, or rounded in the last."""
         count = len(order.leaves)
         if kind == "float32":
-            order.add_up([leaf[:size] for leaf in self._floats[window][:count]])
+            serial.add_up(order, list(self._buffers[window].view(torch.float32).numpy()[:count, :size]))
             return
-        halves = [half[:size] for half in self._halves[window][: count + 1]]
-        work = [row[:size].copy_(half) for row, half in zip(self._work, halves, strict=False)]
-        order.add_up(work)
-        halves[count].copy_(work[0])
+        halves = self._buffers[window].view(torch.bfloat16)[:, :size]
+        for row, half in zip(self._work[:count], halves, strict=False):
+            serial.copy(row[:size], half)
+        serial.add_up(order, list(self._work.numpy()[:count, :size]))
+        serial.copy(halves[count], self._work[0][:size])
 
 
 def _checked_operation(payload: bytes, world_size: int) -> Operation:

@@ -8,17 +8,21 @@ stall:rank=1,step=5[,at=…][,seconds=…]   it stands still
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from andon.arena import Layout
 from andon.errors import UserError
+
+if TYPE_CHECKING:  # the configuration checks faults, and needs no torch for it
+    from torch import Tensor
+
+    from andon.arena import Layout
+    from andon.order import Order
 
 KEYS = {
     "nan": ("rank", "step", "slot", "parameter"),
@@ -63,7 +67,28 @@ class Faults:
     """The faults of one rank."""
 
     def __init__(self, texts: Sequence[str], rank: int) -> None:
-        self.mine = [fault for fault in map(parse, texts) if fault.rank == rank]
+        self.all = [(text, parse(text)) for text in texts]
+        self.mine = [fault for _, fault in self.all if fault.rank == rank]
+
+    def check(self, order: Order, layout: Layout, buffers: Mapping[str, Tensor]) -> None:
+        """Refuse a fault that could never happen: of a rank, slot, parameter, unit or buffer not there."""
+        units = [unit.name for unit in layout.units]
+        for text, fault in self.all:
+            if fault.rank >= order.world_size:
+                raise _refused(text, f"there are only {order.world_size} ranks")
+            slots = order.range_of(fault.rank)
+            for key, known in (
+                ("slot", [str(slot) for slot in slots]),
+                ("parameter", list(layout.slices)),
+                ("unit", units),
+                ("buffer", list(buffers)),
+            ):
+                if key in fault.words and fault.words[key] not in known:
+                    near = difflib.get_close_matches(fault.words[key], known, n=3, cutoff=0.0)
+                    raise _refused(
+                        text,
+                        f"rank {fault.rank} has no {key} '{fault.words[key]}' (it has {', '.join(near)} …)",
+                    )
 
     def at(self, place: str, step: int) -> None:
         """Die or stall, if that is to happen here."""
@@ -99,6 +124,8 @@ class Faults:
             unit = next(unit for unit in layout.units if unit.name == name)
             piece = unit.slices[0]
             bit = int(fault.words.get("bit", "20"))
+            import torch
+
             word = buffer[piece.start + bit // 32 : piece.start + bit // 32 + 1].view(torch.int32)
             word ^= torch.tensor(1 << bit % 32, dtype=torch.int64).to(torch.int32)
 
