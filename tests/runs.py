@@ -58,7 +58,9 @@ def end_started() -> None:
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()
             process.kill()
-        process.communicate()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
 
 
 def andon(*arguments: str, cwd: Path, timeout: float = 100) -> tuple[int, str]:

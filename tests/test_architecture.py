@@ -25,7 +25,7 @@ MAY_USE = {
     "group": {"order"},
     "optim": {"arena", "order"},
     "gradients": {"arena", "order", "group", "optim"},
-    "integrity": {"arena", "gradients", "group"},
+    "integrity": {"arena", "group", "order"},
     "checkpoint": {"arena", "integrity"},
     "parallel": {"arena", "gradients", "group", "integrity", "optim"},
     "metrics": set(),

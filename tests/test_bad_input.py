@@ -81,11 +81,11 @@ def test_other_data_than_the_checkpoint_was_trained_on(tmp_path: Path) -> None:
     assert "was trained on other data" in refused("--train.steps=4", "--data.stories=200", cwd=tmp_path)
 
 
-def test_another_seed_or_batch_than_the_checkpoint_was_trained_with(tmp_path: Path) -> None:
+def test_another_batch_than_the_checkpoint_was_trained_with(tmp_path: Path) -> None:
     train("--train.steps=2", cwd=tmp_path)
     config = (tmp_path / "run" / "config.yaml").read_text()
-    output = refused("--train.steps=4", "--seed=5", "--train.micro_batch=1", cwd=tmp_path)
-    assert "seed 1 → 5" in output and "train.micro_batch 2 → 1" in output
+    output = refused("--train.steps=4", "--train.slots=2", "--train.micro_batch=1", cwd=tmp_path)
+    assert "train.slots 4 → 2" in output and "train.micro_batch 2 → 1" in output
     assert (tmp_path / "run" / "config.yaml").read_text() == config
 
 

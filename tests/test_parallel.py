@@ -75,9 +75,9 @@ def train(group: Group, name: str) -> tuple[str, float, float, int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_the_field_trains_to_the_same_bits_on_one_two_and_three_ranks(name: str) -> None:
+def test_a_model_of_the_field_trains_to_the_same_bits_on_one_and_three_ranks(name: str) -> None:
     results = []
-    for size in (1, 2, 3):
+    for size in (1, 3):
         with World("torch", size) as world:
             results += world.run(train, name)
     assert len(set(results)) == 1, results
