@@ -17,7 +17,7 @@ from tests.runs import SMALL, ctrl_c, events, start, summary, train
 
 SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
 COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "60")
-RUN = [*SMALL, "--train.steps=12", "--checkpoint.every=2", "--workers=2", "--run.dir=run"]
+RUN = [*SMALL, "--train.steps=40", "--checkpoint.every=2", "--workers=2", "--run.dir=run"]
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], deadline: float = 60) -> None:
@@ -32,7 +32,15 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], deadl
     assert process.poll() is not None, f"no step {step} within {deadline} s"
 
 
+def wait_for_new_steps(folder: Path, count: int, process: subprocess.Popen[str], before: int) -> None:
+    """Wait until a run that had done `before` steps has done so many more (or has ended)."""
+    while process.poll() is None and len(events_so_far(folder)) < before + count:
+        time.sleep(0.01)
+
+
 def events_so_far(folder: Path) -> list[dict[str, int]]:
+    if not (folder / "metrics.jsonl").exists():
+        return []
     lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
     return [said for said in map(json.loads, lines) if said["event"] == "step"]
 
@@ -132,9 +140,10 @@ def kill_and_go_on(folder: Path, rounds: int, seed: int) -> None:
     chance = random.Random(seed)
     kills = 0
     while kills < rounds:
+        before = len(events_so_far(folder / "run"))
         process = start("train", *RUN, cwd=folder)
-        wait_for_step(folder / "run", chance.randrange(0, 12), process)
-        time.sleep(chance.random() * 0.3)  # any moment: inside a step, a save, a rename
+        wait_for_new_steps(folder / "run", chance.randrange(0, 6), process, before)
+        time.sleep(chance.random() * 0.05)  # any moment: inside a step, a save, a rename
         victims = [process.pid, *(worker.pid for worker in workers_of(process))]
         if process.poll() is None:
             os.kill(chance.choice(victims), signal.SIGKILL)
