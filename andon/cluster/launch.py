@@ -112,12 +112,14 @@ def _run(
             host, port = coordinator.address
             host = socket.gethostname() if host in ("0.0.0.0", "::") else host
             console.print(f"Waiting for {config.workers} workers: andon worker {host}:{port}", soft_wrap=True)
-            with _interrupts(console, coordinator, None):
-                code = coordinator.wait()
+            stack.enter_context(_interrupts(console, coordinator, []))
+            code = coordinator.wait()
         else:
+            started: list[Workers] = []
+            stack.enter_context(_interrupts(console, coordinator, started))
             workers = stack.enter_context(Workers(config, coordinator.address, log))
-            with _interrupts(console, coordinator, workers):
-                code = workers.wait()
+            started.append(workers)
+            code = workers.wait()
     if coordinator.failures:
         show_error(console, coordinator.failures[0])
         return EXIT_USER_ERROR
@@ -235,7 +237,7 @@ def absolute(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def _interrupts(console: Console, coordinator: Coordinator, workers: Workers | None) -> Iterator[None]:
+def _interrupts(console: Console, coordinator: Coordinator, workers: list[Workers]) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM saves and leaves; a second one quits."""
     seen = 0
 
@@ -246,7 +248,7 @@ def _interrupts(console: Console, coordinator: Coordinator, workers: Workers | N
             console.print("Saving after this step, then leaving. Once more quits at once.", style="yellow")
             coordinator.stop()
         elif workers:
-            workers.kill()
+            workers[0].kill()
         else:
             raise KeyboardInterrupt
 

@@ -129,13 +129,16 @@ class Watch:
     def _settle(self, verdict: Broken, operation: str, seconds: float) -> GroupError:
         with self._news:
             first = self._verdict is None
-            self._verdict = self._verdict or verdict
+            if first:
+                # Told before it can be seen: whoever sees it may leave, and that must not be heard first.
+                self._tell(verdict)
+                self._verdict = verdict
+            settled = self._verdict or verdict
             self._news.notify_all()
         if first:
-            self._tell(verdict)
             for sock in self._data:
                 _cut(sock)
-        return self._error(self._verdict, operation, seconds)
+        return self._error(settled, operation, seconds)
 
     def _error(self, verdict: Broken, operation: str, seconds: float) -> GroupError:
         if verdict.cause == "lost":
