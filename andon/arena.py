@@ -125,10 +125,17 @@ class Arena:
             view = self.layout.view(self.weights, name)
             view.copy_(parameter.data)
             parameter.data = view
+            give_room(parameter, None)
 
     def zeros(self, size: int) -> Tensor:
         """A flat buffer beside the weights."""
         return torch.zeros(size, dtype=torch.float32, device=self.device)
+
+
+def give_room(parameter: nn.Parameter, room: Tensor | None) -> None:
+    """Say where the gradient of a parameter may be written instead of into fresh memory; None: nowhere. A
+    layer that can do so (`andon.model.linear`) uses the room once."""
+    parameter.gradient_room = room  # type: ignore[attr-defined]
 
 
 def round_up(count: int, grain: int) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from andon.arena import CELL, Arena
+from andon.arena import CELL, Arena, give_room
 from andon.group.base import Group
 from andon.optim.zero import Ownership
 from andon.order import Fold, plan
@@ -107,7 +107,9 @@ class Gradients:
             self._bad, self.exchange_seconds = [], 0.0
         self._backward = Backward(self, fold, last=slot == self.slots[-1])
         for name, parameter in self.arena.parameters.items():
-            parameter.grad = self.views[fold.row][name] if fold.accumulate else None
+            view = self.views[fold.row][name]
+            parameter.grad = view if fold.accumulate else None
+            give_room(parameter, None if fold.accumulate else view)
         self._broken = True
         loss.backward()  # type: ignore[no-untyped-call]
         self._backward.complete()
@@ -153,6 +155,7 @@ class Gradients:
         self._inspection = (slot, look)
         for parameter in self.arena.parameters.values():
             parameter.grad = None
+            give_room(parameter, None)
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:

@@ -284,23 +284,25 @@ class ShmGroup(Group):
         """The leaves of each chunk of a share, then the first rows that the sum goes to."""
         lo, hi = share
         leaves = [self._view(places[rank], row, lo, hi, dtype) for rank, row in order.leaves]
-        holder = order.leaves[0][0] if self._exact(dtype) else None  # has the sum without a copy
-        sums = [self._view(places[rank], 0, lo, hi, dtype) for rank in to if rank != holder]
+        sums = [self._view(places[rank], 0, lo, hi, dtype) for rank in to]
         size = max(1, CHUNK // dtype.itemsize // len(leaves))
         return zip(*(torch.split(view, size) for view in leaves + sums), strict=True)
 
     def _sum(self, chunks: Iterable[Chunk], order: Order) -> None:
         adds, leaves = order.adds, len(order.leaves)
         for chunk in chunks:
-            if self._exact(chunk[0].dtype):
-                for into, other in adds:
+            total = chunk[leaves]
+            if self._exact(total.dtype) and adds:
+                for into, other in adds[:-1]:
                     chunk[into].add_(chunk[other])
-                total = chunk[0]
+                torch.add(chunk[adds[-1][0]], chunk[adds[-1][1]], out=total)
+            elif self._exact(total.dtype):
+                total.copy_(chunk[0])
             else:
                 terms = [leaf.bfloat16().float() for leaf in chunk[:leaves]]
                 order.add_up(terms)
-                total = terms[0].bfloat16()
-            for row in chunk[leaves:]:
+                total.copy_(terms[0].bfloat16())
+            for row in chunk[leaves + 1 :]:
                 row.copy_(total)
 
     def _exact(self, dtype: torch.dtype) -> bool:

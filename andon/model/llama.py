@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from andon.model.linear import Linear
 from andon.model.shape import Shape
 
 
@@ -49,10 +50,10 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.q_proj = Linear(shape.hidden, shape.heads * shape.head_dim)
+        self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
+        self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
+        self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         batch, length, _ = x.shape
@@ -75,9 +76,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+        self.gate_proj = Linear(shape.hidden, shape.intermediate)
+        self.up_proj = Linear(shape.hidden, shape.intermediate)
+        self.down_proj = Linear(shape.intermediate, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -120,7 +121,7 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)
-        self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.lm_head = Linear(shape.hidden, shape.vocab)
         if shape.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         cos, sin = rotations(shape)
