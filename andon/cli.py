@@ -135,6 +135,17 @@ def prepare(context: typer.Context) -> None:
     show_tokens(prepare_tokens(_config(context.args), console), console)
 
 
+@app.command(context_settings=ANY)
+def plan(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Memory and traffic of CONFIG.yaml or CORPUS… and overrides, and what other settings would change."""
+    from andon.plan_view import main as run
+
+    run(_config(context.args), as_json, _console())
+
+
 @app.command()
 def generate(
     checkpoint: Checkpoint,
