@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from andon.arena import CELL, Arena
+from andon.config import load
 from andon.group.base import Group
 from andon.group.local import LocalGroup
 from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
 from andon.optim.zero import Ownership, Policy
+from andon.plan import make_plan
 from tests.group_harness import World, worlds
 from tests.training import digest, make_trainer, small_config, small_tokens
 
@@ -63,6 +65,34 @@ def moment_bytes(group: Group, tokens: Path, policy: Policy) -> tuple[int, int]:
     held = sum(flat.nbytes for flat in trainer.parallel.optimizer.moments.values())
     trainer.gradients.close()
     return held, len(trainer.arena.layout.units)
+
+
+def sent_in_a_step(group: Group, tokens: Path, policies: list[str]) -> dict[str, int]:
+    """What this rank sends in the second step under each policy; the model is the tiny preset."""
+    found = {}
+    for policy in policies:
+        config = load(None, {"train.context": 16, "train.slots": 4, "train.micro_batch": 1, "device": "cpu",
+                             "zero.policy": policy})  # fmt: skip
+        trainer = make_trainer(group, tokens, config)
+        trainer.train_step()
+        before = group.bytes_sent
+        trainer.train_step()
+        found[policy] = group.bytes_sent - before
+        trainer.gradients.close()
+    return found
+
+
+@pytest.mark.parametrize(("transport", "size"), worlds(2, 4, processes_only=True))
+def test_zero_sends_no_more_than_an_all_reduce(tokens: Path, transport: str, size: int) -> None:
+    with World(transport, size) as world:
+        by_rank = world.run(sent_in_a_step, tokens, ["off", *POLICIES])
+    total = {policy: sum(sent[policy] for sent in by_rank) for policy in by_rank[0]}
+    config = load(None, {"train.slots": 4, "workers": size, "group.transport": transport})
+    assert total["off"] == pytest.approx(size * make_plan(config).sent, rel=0.02)
+    # In a star the updated weights go up as well, while the sums that come down are fewer.
+    allowed = 1 + 1 / size if transport == "star" else 1.0
+    for policy in POLICIES:
+        assert total[policy] <= 1.02 * allowed * total["off"], (policy, total)
 
 
 def flip_replica(group: Group, tokens: Path) -> str:
