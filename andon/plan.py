@@ -26,7 +26,7 @@ PROGRAM: Final = 255_000_000
 """Python, torch, Andon and the math library's buffers: pages of a process's own."""
 LIBRARIES: Final = 110_000_000
 """Pages of libraries in use, which all workers of a machine share."""
-ALLOCATOR: Final = 1.4
+ALLOCATOR: Final = 1.5
 """What the allocator holds for temporary tensors, over what is live: 1.3 to 1.75 with `30m`."""
 SCRATCH: Final = 2 << 20
 """Buffers of a rank of shm, star or ring."""
