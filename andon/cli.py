@@ -135,6 +135,17 @@ def prepare(context: typer.Context) -> None:
     show_tokens(prepare_tokens(_config(context.args), console), console)
 
 
+@app.command(context_settings=ANY)
+def plan(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Memory and traffic of CONFIG.yaml or CORPUS… and overrides, and what other settings would change."""
+    from andon.plan_view import main as run
+
+    run(_config(context.args), as_json, _console())
+
+
 @app.command()
 def generate(
     checkpoint: Checkpoint,
@@ -210,13 +221,18 @@ def bench_train(
     tokens: Annotated[str, typer.Option(help="Tokens per worker and step.")] = "64,512,4096",
     repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median counts.")] = 9,
     transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
-    zero: Annotated[str, typer.Option(help="off, even, round_robin or contiguous.")] = "off",
+    zero: Annotated[
+        bool, typer.Option("--zero", help="ZeRO against plain data parallel and torch's own ZeRO instead.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
 ) -> None:
     """Andon's step with and without checks against PyTorch DDP over Gloo, interleaved in one run."""
-    from andon.bench.train import main as run
+    if zero:
+        from andon.bench.zero import main as run
+    else:
+        from andon.bench.train import main as run
 
-    run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, zero, as_json)
+    run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, as_json)
 
 
 @config_app.command("show", context_settings=ANY)

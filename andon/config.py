@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -216,6 +217,12 @@ class Config(Section):
             return self
         group = self.group.model_copy(update={"transport": auto})
         return self.model_copy(update={"group": group})
+
+    def on_this_machine(self) -> Config:
+        """The configuration with `auto` settled for workers that all run here."""
+        return self.with_transport(
+            "local" if self.workers == 1 else "shm" if sys.platform == "linux" else "torch"
+        )
 
     @property
     def answer(self) -> str:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: plan, progress, samples and the end; plain lines without a terminal."""
+"""What a person sees of a run: progress, samples and the end; plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -16,37 +16,9 @@ from rich.table import Table
 from andon.config import Config
 from andon.errors import UserError
 from andon.metrics import Event
-from andon.plan import human_bytes, human_count, make_plan
+from andon.plan import human_count
 
 PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
-
-
-def show_plan(console: Console, config: Config) -> None:
-    """The plan, before torch is loaded."""
-    plan, train, shape = make_plan(config), config.train, config.shape
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
-    width = f"{shape.layers} blocks of width {shape.hidden}"
-    table.add_row("model", f"{config.model.preset} · {human_count(plan.parameters)} parameters · {width}")
-    table.add_row(
-        "data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}"
-    )
-    batch = f"{train.slots} slots × {train.micro_batch} windows × {train.context} tokens"
-    table.add_row("step", f"{plan.tokens_per_step:,} tokens = {batch}")
-    table.add_row("run", f"{train.steps:,} steps · {human_count(plan.tokens)} tokens · seed {config.seed}")
-    shared = f"{config.workers} × {config.threads} thread{'s' if config.threads > 1 else ''}"
-    table.add_row("workers", f"{shared} · transport {config.group.transport} · device {config.device}")
-    parts = (
-        f"weights {human_bytes(plan.weights_bytes)}, gradients {human_bytes(plan.gradients_bytes)}, "
-        f"optimizer {human_bytes(plan.optimizer_bytes)}, activations ~{human_bytes(plan.activations_bytes)}"
-    )
-    table.add_row("memory", f"about {human_bytes(plan.worker_bytes)} a worker: {parts}")
-    table.add_row("folder", escape(str(config.run.dir)))
-    if console.is_terminal:
-        console.print(Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False))
-    else:
-        console.print(table)
 
 
 def show_error(console: Console, error: UserError) -> None:

@@ -11,6 +11,7 @@
 
 Units are found by a rule (`andon.arena.backward_order`): each child of the longest module list is a block.
 Only parameters that require gradients take part, so a LoRA model exchanges its adapters alone.
+`zero=True`, short for `Zero("even")`, gives each rank an even share of the optimizer state.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class DataParallel:
         group: Group,
         slots: int,
         settings: Settings | None = None,
-        zero: Zero | None = None,
+        zero: Zero | bool = False,
         on_gradient: OnGradient | None = None,
     ) -> None:
         self.model, self.group = model, group
-        zero = zero or Zero()
+        if not isinstance(zero, Zero):
+            zero = Zero("even" if zero else "off")
         on_cpu = next(model.parameters()).device.type == "cpu"
         self.arena = Arena(
             model, (lambda size: group.allocate(1, size)[0]) if zero.policy != "off" and on_cpu else None

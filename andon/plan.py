@@ -1,49 +1,181 @@
-"""The plan of a run: sizes and memory by arithmetic, before anything heavy is loaded."""
+"""The plan of a run: memory and traffic by arithmetic, before anything heavy is loaded.
+
+Memory is what one worker holds at the worst moment of a step, shared memory divided among those who share it
+(under Linux the *proportional set size*, PSS, of its process). The arithmetic is exact but for two figures,
+measured on Linux with torch 2.13's CPU build: what torch and Andon take before there is a model, and how much
+more than the live tensors the C library's allocator keeps. On a GPU the tensors are the same and the program
+stays in the host's memory.
+
+Traffic is what one rank sends in a step, on average over the ranks; in shared memory, what it moves between
+its own memory and others'. Norms and fingerprints are left out: less than a thousandth.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from andon.config import Config
+from andon.model.shape import Shape
+from andon.optim.shards import MOMENT_BYTES, ShardMap
+from andon.order import Order
 from andon.order import plan as plan_order
+
+PROGRAM: Final = 255_000_000
+"""Python, torch, Andon and the math library's buffers: pages of a process's own."""
+LIBRARIES: Final = 110_000_000
+"""Pages of libraries in use, which all workers of a machine share."""
+ALLOCATOR: Final = 1.5
+"""What the allocator holds for temporary tensors, over what is live: 1.3 to 1.75 with `30m`."""
+SCRATCH: Final = 2 << 20
+"""Buffers of a rank of shm, star or ring."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one worker holds at the peak of a step."""
+
+    program: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    exchange: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take."""
+    """What a run will take; `sent` are the bytes that a rank sends in a step."""
 
     parameters: int
     tokens_per_step: int
     tokens: int
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
+    memory: Memory
+    sent: int
 
-    @property
-    def worker_bytes(self) -> int:
-        """Memory of one worker, besides torch itself."""
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON, with the total of its memory."""
+        plan = asdict(self)
+        plan["memory"]["total"] = self.memory.total
+        return plan
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the plan would be with some keys set otherwise."""
+
+    keys: dict[str, Any]
+    plan: Plan
 
 
 def make_plan(config: Config) -> Plan:
     """The arithmetic of a configuration."""
-    shape, train = config.shape, config.train
-    size = 4 * shape.parameters
-    order = plan_order(train.slots, config.workers)
+    shape, order = config.shape, plan_order(config.train.slots, config.workers)
     rows = max(order.rows(rank) for rank in range(config.workers))
-    window_tokens = train.micro_batch * train.context
-    # Kept for backward, per token: about 14 vectors of the width and 4 of the SwiGLU a block, and the logits.
-    kept = shape.layers * (14 * shape.hidden + 4 * shape.intermediate) + 3 * shape.vocab
-    return Plan(
-        parameters=shape.parameters,
-        tokens_per_step=config.tokens_per_step,
-        tokens=config.tokens_per_step * train.steps,
-        weights_bytes=size,
-        gradients_bytes=rows * size,
-        optimizer_bytes=2 * size,
-        activations_bytes=4 * kept * window_tokens,
+    memory = Memory(
+        program=0 if config.device == "cuda" else PROGRAM + LIBRARIES // config.workers,
+        weights=4 * shape.parameters,
+        gradients=4 * shape.parameters * rows,
+        optimizer=MOMENT_BYTES * owned(config),
+        activations=round(ALLOCATOR * live_activations(shape, config.train.micro_batch)),
+        exchange=exchange_buffers(config),
     )
+    tokens = config.tokens_per_step
+    return Plan(shape.parameters, tokens, tokens * config.train.steps, memory, sent(config, order))
+
+
+def live_activations(shape: Shape, windows: int) -> int:
+    """Bytes of f32 tensors alive when backward begins, which is when they are most.
+
+    A block keeps, per token: for each norm its input, the normalised input and the product with its weight;
+    queries, keys and values of all heads, attention's output and its log-sum-exp; and of the SwiGLU gate, its
+    silu, up and their product. The final norm keeps its three; and the log-probabilities are there with two
+    gradients of the same size.
+    """
+    block = 10 * shape.hidden + 4 * shape.intermediate + shape.heads + 2
+    end = 3 * shape.vocab + 3 * shape.hidden + 1
+    return 4 * windows * shape.context * (shape.layers * block + end)
+
+
+def owned(config: Config) -> int:
+    """Parameters whose moments a rank holds, replicas included; the rank that holds most."""
+    shape, workers, policy = config.shape, config.workers, config.zero.policy
+    replicas = min(config.zero.replicas, workers)
+    if policy == "off":
+        return shape.parameters
+    if policy == "even":
+        return -(-shape.parameters * replicas // workers)
+    others = [shape.hidden] + [shape.vocab * shape.hidden] * (1 if shape.tied else 2)
+    make = ShardMap.round_robin if policy == "round_robin" else ShardMap.contiguous
+    shards = make([shape.block_parameters] * shape.layers, others, workers)
+    own = [shards.parameters_of(rank) for rank in range(workers)]
+    return max(sum(own[rank - back] for back in range(replicas)) for rank in range(workers))
+
+
+def exchange_buffers(config: Config) -> int:
+    """What the transport holds besides the gradients themselves."""
+    if config.workers == 1 or config.group.transport == "local":
+        return 0
+    if config.group.transport == "torch":  # everyone's part of the unit that is being added
+        return 4 * max(config.shape.block_parameters, config.shape.vocab * config.shape.hidden)
+    return SCRATCH
+
+
+def sent(config: Config, order: Order) -> int:
+    """Bytes that a rank sends in a step: gradients, and with ZeRO the weights that it has updated."""
+    workers, zero = config.workers, config.zero
+    if workers == 1:
+        return 0
+    rows = len(order.leaves) / workers
+    rounded = config.group.wire == "bf16" and config.group.transport != "shm"
+    gradient = config.shape.parameters * (2 if rounded else 4)
+    weights = config.shape.parameters * 4
+    reduces = zero.policy == "off" or zero.replicas > 1  # every rank needs the whole sum
+    if config.group.transport == "star":
+        return round(rows * gradient + (0 if zero.policy == "off" else weights / workers))
+    there = gradient * (1 if config.group.transport == "ring" else rows)
+    parts = there + (gradient if reduces else 0) + (0 if zero.policy == "off" else weights)
+    return round(parts * (workers - 1) / workers)
+
+
+def changes(config: Config) -> Iterator[Change]:
+    """What other settings would change: each with the plan it would give."""
+    for keys in _other_settings(config):
+        yield Change(keys, make_plan(_with(config, keys)))
+
+
+def _other_settings(config: Config) -> Iterator[dict[str, Any]]:
+    slots, micro_batch, workers = config.train.slots, config.train.micro_batch, config.workers
+    counts = sorted({workers, *(2**power for power in range(4))})
+    for count in (count for count in counts if count <= slots):
+        for policy in ("off", "even") if count > 1 else ("off",):
+            if (count, policy) != (workers, config.zero.policy):
+                yield {"workers": count, "zero.policy": policy, "zero.replicas": 1}
+    if workers > 1 and (config.zero.policy, config.zero.replicas) != ("even", 2):
+        yield {"zero.policy": "even", "zero.replicas": 2}
+    if micro_batch % 2 == 0:
+        yield {"train.micro_batch": micro_batch // 2, "train.slots": 2 * slots}
+    for transport in ("shm", "star", "ring", "torch") if workers > 1 else ():
+        if transport != config.group.transport:
+            yield {"group.transport": transport}
+    if workers > 1 and config.group.wire == "f32" and config.group.transport != "shm":
+        yield {"group.wire": "bf16"}
+
+
+def _with(config: Config, keys: dict[str, Any]) -> Config:
+    """The configuration with other values; one worker is `local`, several of them are not."""
+    values = config.model_dump()
+    if keys.get("workers", 1) > 1 and config.group.transport == "local":
+        values["group"]["transport"] = "auto"
+    for key, value in keys.items():
+        section, _, name = key.rpartition(".")
+        (values[section] if section else values)[name] = value
+    return Config.model_validate(values).on_this_machine()
 
 
 def human_bytes(count: float) -> str:

@@ -30,7 +30,7 @@ MAY_USE = {
     "parallel": {"arena", "gradients", "group", "integrity", "optim"},
     "metrics": set(),
     "config": {"integrity", "model"},
-    "plan": {"config", "order"},
+    "plan": {"config", "model", "optim", "order"},
     "evaluation": {"data", "group", "model"},
     "trainer": {
         *("arena", "checkpoint", "config", "data", "evaluation", "gradients", "group", "integrity"),

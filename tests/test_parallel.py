@@ -52,7 +52,7 @@ def batch(step: int, slot: int) -> Tensor:
     return torch.randint(0, 61, (2, 12), generator=generator)
 
 
-def train(group: Group, name: str) -> tuple[str, float, float, int]:
+def train(group: Group, name: str, zero: bool) -> tuple[str, float, float, int]:
     """Three steps: digest of the trained weights, first and last loss, and how many parameters took part."""
     torch.manual_seed(group.rank)  # other weights on every rank: rank 0's are taken
     model = MODELS[name]()
@@ -60,7 +60,8 @@ def train(group: Group, name: str) -> tuple[str, float, float, int]:
         torch.manual_seed(5)  # frozen weights do not travel: they come from the same checkpoint everywhere
         model = MODELS[name]()
     model.train()
-    parallel = andon.DataParallel(model, group, slots=SLOTS)
+    parallel = andon.DataParallel(model, group, slots=SLOTS, zero=zero)
+    assert parallel.ownership.shared == zero
     losses = []
     for step in range(1, 4):
         for slot in parallel.slots:
@@ -79,7 +80,7 @@ def test_a_model_of_the_field_trains_to_the_same_bits_on_one_and_three_ranks(nam
     results = []
     for size in (1, 3):
         with World("torch", size) as world:
-            results += world.run(train, name)
+            results += world.run(train, name, False) + world.run(train, name, True)
     assert len(set(results)) == 1, results
     _, first, last, count = results[0]
     assert last < first

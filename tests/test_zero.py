@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from andon.arena import CELL, Arena
+from andon.config import Config, load
 from andon.group.base import Group
 from andon.group.local import LocalGroup
 from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
 from andon.optim.zero import Ownership, Policy
+from andon.plan import make_plan
 from tests.group_harness import World, worlds
 from tests.training import digest, make_trainer, small_config, small_tokens
 
@@ -58,11 +60,45 @@ def test_every_policy_gives_the_answer(tokens: Path, answer: str, transport: str
         assert result == dict.fromkeys(SETTINGS, answer)
 
 
-def moment_bytes(group: Group, tokens: Path, policy: Policy) -> tuple[int, int]:
-    trainer = make_trainer(group, tokens, small_config(zero__policy=policy))
-    held = sum(flat.nbytes for flat in trainer.parallel.optimizer.moments.values())
+def tiny(policy: str, replicas: int = 1) -> Config:
+    """The tiny preset on short windows: large enough that a cell per unit is little."""
+    keys = {"train.context": 16, "train.slots": 4, "train.micro_batch": 1, "device": "cpu"}
+    return load(None, {**keys, "zero.policy": policy, "zero.replicas": replicas})
+
+
+def moment_bytes(group: Group, tokens: Path, policy: Policy, replicas: int) -> tuple[int, int]:
+    """The memory of the moments after a step, each buffer counted whole, and the number of units."""
+    trainer = make_trainer(group, tokens, tiny(policy, replicas))
+    trainer.train_step()
+    memory = {flat.untyped_storage() for flat in trainer.parallel.optimizer.moments.values()}
     trainer.gradients.close()
-    return held, len(trainer.arena.layout.units)
+    return sum(storage.nbytes() for storage in memory), len(trainer.arena.layout.units)
+
+
+def sent_in_a_step(group: Group, tokens: Path, policies: list[str]) -> dict[str, int]:
+    """What this rank sends in the second step under each policy; the model is the tiny preset."""
+    found = {}
+    for policy in policies:
+        trainer = make_trainer(group, tokens, tiny(policy))
+        trainer.train_step()
+        before = group.bytes_sent
+        trainer.train_step()
+        found[policy] = group.bytes_sent - before
+        trainer.gradients.close()
+    return found
+
+
+@pytest.mark.parametrize(("transport", "size"), worlds(2, 4, processes_only=True))
+def test_zero_sends_no_more_than_an_all_reduce(tokens: Path, transport: str, size: int) -> None:
+    with World(transport, size) as world:
+        by_rank = world.run(sent_in_a_step, tokens, ["off", *POLICIES])
+    total = {policy: sum(sent[policy] for sent in by_rank) for policy in by_rank[0]}
+    config = load(None, {"train.slots": 4, "workers": size, "group.transport": transport})
+    assert total["off"] == pytest.approx(size * make_plan(config).sent, rel=0.02)
+    # In a star the updated weights go up as well, while the sums that come down are fewer.
+    allowed = 1 + 1 / size if transport == "star" else 1.0
+    for policy in POLICIES:
+        assert total[policy] <= 1.02 * allowed * total["off"], (policy, total)
 
 
 def flip_replica(group: Group, tokens: Path) -> str:
@@ -88,10 +124,12 @@ def test_a_replica_that_differs_halts_and_is_named(tokens: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_holds_its_share_of_the_optimizer_state(tokens: Path, size: int) -> None:
-    total = 8 * small_config().shape.parameters
+    total = 8 * tiny("even").shape.parameters
     with World("torch", size) as world:
-        for held, units in world.run(moment_bytes, tokens, "even"):
-            assert held <= 1.05 * total / size + 8 * CELL * units
+        for replicas in (1, 2):
+            share = total * replicas / size
+            for held, units in world.run(moment_bytes, tokens, "even", replicas):
+                assert abs(held - share) <= 0.05 * share + replicas * 8 * CELL * units
 
 
 @pytest.mark.parametrize("policy", ["off", *POLICIES])

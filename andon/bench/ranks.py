@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -22,6 +23,8 @@ def run_ranks(module: str, ranks: int, task: dict[str, Any]) -> list[Any]:
                 json.dumps({**task, "rank": rank, "ranks": ranks, "port": store.port}),
             ],
             stdout=subprocess.PIPE,
+            # As for real workers: after torch.set_num_threads(1) alone a second thread spins on.
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             text=True,
         )
         for rank in range(ranks)

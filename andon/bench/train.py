@@ -35,15 +35,9 @@ class Row:
     phases: dict[str, float]
 
 
-def run(preset: str, ranks: int, tokens: list[int], repetitions: int, transport: str, zero: str) -> list[Row]:
+def run(preset: str, ranks: int, tokens: list[int], repetitions: int, transport: str) -> list[Row]:
     """Measure; one row per batch size."""
-    task = {
-        "preset": preset,
-        "tokens": tokens,
-        "repetitions": repetitions,
-        "transport": transport,
-        "zero": zero,
-    }
+    task = {"preset": preset, "tokens": tokens, "repetitions": repetitions, "transport": transport}
     by_rank = run_ranks("andon.bench.train_rank", ranks, task)
     return [_row(count, [results[str(count)] for results in by_rank]) for count in tokens]
 
@@ -75,18 +69,14 @@ def _row(tokens: int, by_rank: list[dict[str, Any]]) -> Row:
     )
 
 
-def main(
-    preset: str, ranks: int, tokens: list[int], repetitions: int, transport: str, zero: str, as_json: bool
-) -> None:
+def main(preset: str, ranks: int, tokens: list[int], repetitions: int, transport: str, as_json: bool) -> None:
     """Measure and print: a table for people, or one JSON row per line for scripts."""
-    rows = run(preset, ranks, tokens, repetitions, transport, zero)
+    rows = run(preset, ranks, tokens, repetitions, transport)
     if as_json:
         for row in rows:
             print(json.dumps(asdict(row)))
         return
-    table = Table(
-        title=f"{preset}, {ranks} workers, one thread each, {transport}, ZeRO {zero}, against DDP over Gloo"
-    )
+    table = Table(title=f"{preset}, {ranks} workers, one thread each, {transport}, against DDP over Gloo")
     for heading in ("tokens a worker", "Andon tok/s", "DDP tok/s", "× DDP", "checks cost", "exchange hidden"):
         table.add_column(heading, justify="right")
     for row in rows:

@@ -22,7 +22,6 @@ from andon.group import open_group
 from andon.group.torch_dist import StoreRendezvous
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
-from andon.optim.zero import Zero
 from andon.parallel import DataParallel
 
 LR = 1e-4
@@ -98,7 +97,7 @@ def main(task: dict[str, Any]) -> None:
             model.initialise(1)
         steps: dict[str, AndonStep | PlainStep] = {"ddp": PlainStep(models["ddp"])}
         for name, group in groups.items():
-            parallel = DataParallel(models[name], group, slots=ranks, zero=Zero(task["zero"]))
+            parallel = DataParallel(models[name], group, slots=ranks)
             steps[name] = AndonStep(models[name], parallel, checks=name == "andon")
         timings: dict[str, list[float]] = {name: [] for name in steps}
         phases: list[dict[str, float]] = []

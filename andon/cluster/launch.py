@@ -23,17 +23,17 @@ from andon.cluster.run_folder import RunFolder, read_mark
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
 from andon.config import Config, load
 from andon.data.tokens import TokenSet
-from andon.display import Display, show_error, show_plan
+from andon.display import Display, show_error
 from andon.errors import UserError
 from andon.metrics import Event, Recorder
+from andon.plan_view import show_plan
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed
 
 
 def train(config: Config, resume: str, console: Console) -> int:
     """`andon train` on this machine; gives the exit code."""
-    here = "local" if config.workers == 1 else "shm" if sys.platform == "linux" else "torch"
-    config = absolute(config).with_transport(here)
+    config = absolute(config).on_this_machine()
     with run_folder(config, resume, console) as (folder, checkpoint):
         return _run(config, prepare_tokens(config, console), folder, checkpoint, console)
 

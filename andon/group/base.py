@@ -66,6 +66,8 @@ class Group(ABC):
 
     rank: int
     world_size: int
+    bytes_sent: int = 0
+    """Payload that this rank has sent; in shared memory, what it moved between its own and others'."""
 
     @abstractmethod
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:

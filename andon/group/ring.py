@@ -40,13 +40,12 @@ LONGEST_MESSAGE: Final = 1 << 26
 
 
 class RingGroup(Group):
-    """A rank of a ring over TCP. `bytes_sent` counts the payload, without headers."""
+    """A rank of a ring over TCP."""
 
     def __init__(
         self, rank: int, left: socket.socket, right: socket.socket, watch: Watch, wire: Wire
     ) -> None:
         self.rank, self.world_size = rank, len(watch.peers) + 1
-        self.bytes_sent = 0
         self._left, self._right, self._watch, self._wire = left, right, watch, wire
         self._scratch = Scratch()
 

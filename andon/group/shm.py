@@ -70,6 +70,7 @@ class Call:
         self.places: list[Place] = []
         self.direct = False  # nobody's tensor has to be staged
         self.chunks: list[Chunk] = []
+        self.moved = 0  # bytes between my memory and others'
 
 
 class ShmGroup(Group):
@@ -143,10 +144,15 @@ class ShmGroup(Group):
         call = self._call(operation, nodes, bounds, order)
         if call.place is STAGED:
             self._fill(rows_of(nodes, order, self.rank), 0, 0, _piece(nodes, order))
-        if self._put_up(call) and call.direct:
-            lo, hi = (bounds or shares(nodes.shape[-1], self.world_size))[self.rank : self.rank + 2]
-            receivers = range(self.world_size) if bounds is None else [self.rank]
-            call.chunks = list(self._chunks(call.places, order, nodes.dtype, (lo, hi), receivers))
+        if self._put_up(call):
+            cut = bounds if bounds and call.direct else shares(nodes.shape[-1], self.world_size)
+            lo, hi = cut[self.rank : self.rank + 2]
+            receivers = [self.rank] if cut is bounds else range(self.world_size)
+            others = [rank for rank, _ in order.leaves if rank != self.rank]
+            call.moved = (hi - lo) * nodes.element_size() * (len(others) + len(receivers) - 1)
+            if call.direct:
+                call.chunks = list(self._chunks(call.places, order, nodes.dtype, (lo, hi), receivers))
+        self.bytes_sent += call.moved
         if call.direct:
             self._sum(call.chunks, order)
             self._meeting.meet(call.name)
@@ -180,6 +186,7 @@ class ShmGroup(Group):
         if call.place is STAGED:
             self._fill(mine, 0, bounds[self.rank], piece)
         others = [(rank, lo, hi) for rank, (lo, hi) in enumerate(pairwise(bounds)) if rank != self.rank]
+        self.bytes_sent += flat.element_size() * sum(hi - lo for _, lo, hi in others)
         if self._put_up(call) and call.direct:
             call.chunks = [
                 (flat[lo:hi], self._view(call.places[rank], 0, lo, hi, flat.dtype)) for rank, lo, hi in others
@@ -214,6 +221,7 @@ class ShmGroup(Group):
             if not lengths:
                 self._put_up(call)
                 lengths = [word[-1] for word in WORDS.iter_unpack(call.words)]
+                self.bytes_sent += sum(lengths) - len(data)
             else:
                 self._meeting.meet(call.name)
             for rank, message in enumerate(messages):

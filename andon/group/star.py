@@ -108,6 +108,7 @@ class StarGroup(Group):
         lengths = torch.empty(self.world_size, dtype=torch.int64)
         views = [memoryview(header), memoryview(data)], [lengths.view(torch.uint8).numpy().data]
         self._watch.begin(name)
+        self.bytes_sent += len(data)
         self._carry(name, *views)
         bounds = [0, *accumulate(lengths.tolist())]
         if not all(lo <= hi <= lo + LONGEST_MESSAGE for lo, hi in pairwise(bounds)):
@@ -160,6 +161,7 @@ class StarGroup(Group):
             into.arrived(wanted[index], index, False, False)
 
         self._watch.begin(name)
+        self.bytes_sent += len(rows) * into.item_size * sum(hi - lo for lo, hi in spans)
         out = Outgoing(self._data, SERVER, outgoing, _nothing, 1 + len(spans) * len(rows))
         self._watch.carry(
             [Incoming(self._data, SERVER, incoming, arrived, len(wanted)), out],

@@ -4,7 +4,7 @@ The one order of addition needs every contribution in one place, so a reduce-sca
 *parts* (each rank sends part j of each of its rows to rank j), after which every rank adds its own part in
 the order of `andon.order`; with the all-gather that follows, the bytes are those of a ring. Everything goes
 point to point, because then a failure has a name: the operation that failed has one peer. `canonical=False`
-takes torch's own all-reduce instead, which is faster and adds in an order of its own.
+takes torch's own all-reduce instead, which is faster, adds in an order of its own, and is not counted.
 
 With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32; a plain all-gather moves
 what it is given, exactly.
@@ -153,6 +153,7 @@ class TorchGroup(Group):
 
     def _exchange(self, sends: list[Transfer], receives: list[Transfer], operation: str) -> None:
         """Do all transfers at once (those with myself and empty ones are none)."""
+        self.bytes_sent += sum(tensor.nbytes for peer, tensor in sends if peer != self.rank)
         ops = [
             (peer, dist.P2POp(way, tensor, self._peers[peer], self.process_group))
             for way, transfers in ((dist.irecv, receives), (dist.isend, sends))

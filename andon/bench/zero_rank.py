@@ -1,0 +1,102 @@
+"""One rank of the ZeRO benchmark: `python -m andon.bench.zero_rank '{...}'` prints its timings.
+
+Each rank holds the same model four times: under Andon's step with plain data parallel and with ZeRO, and
+twice under PyTorch's ZeroRedundancyOptimizer, which needs no step around it: any gradients will do. They take
+turns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from andon.bench.train_rank import LR, AndonStep, batch
+from andon.group import open_group
+from andon.group.base import Group
+from andon.group.torch_dist import StoreRendezvous
+from andon.model.llama import Llama
+from andon.model.shape import SHAPES, Shape
+from andon.parallel import DataParallel
+
+
+def initialised(shape: Shape) -> Llama:
+    """The model, the same every time."""
+    model = Llama(shape)
+    model.initialise(1)
+    return model
+
+
+def torch_update(shape: Shape, bucket_view: bool) -> Callable[[], Any]:
+    """PyTorch's own ZeRO-1: AdamW on this rank's parameters, then a broadcast of everyone's."""
+    model = initialised(shape)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter).normal_(0.0, 1e-3, generator=generator)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        parameters_as_bucket_view=bucket_view,
+        lr=LR,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=True,
+    )
+    return optimizer.step
+
+
+def measure(task: dict[str, Any], tokens: int, groups: dict[str, Group], gloo: Group) -> dict[str, Any]:
+    """Seconds of each turn: whole steps, and updates alone."""
+    shape, rank = SHAPES[task["preset"]], task["rank"]
+    context = min(tokens, shape.context)
+    models = {name: initialised(shape) for name in groups}
+    parallels = {
+        name: DataParallel(models[name], group, slots=task["ranks"], zero=name == "zero")
+        for name, group in groups.items()
+    }
+    steps = {name: AndonStep(models[name], parallels[name], checks=True) for name in groups}
+    updates = {"torch": torch_update(shape, False), "torch_bucket_view": torch_update(shape, True)}
+    seconds: dict[str, list[float]] = {name: [] for name in (*steps, "update", *updates)}
+    for turn in range(task["repetitions"] + 2):
+        x, y = batch(shape, rank, turn, tokens // context, context)
+        for name, step in steps.items():
+            gloo.barrier()
+            started = time.perf_counter()
+            phases = step(x, y, turn + 1)
+            seconds[name].append(time.perf_counter() - started)
+            if name == "zero":
+                seconds["update"].append(phases["optimizer"])
+        for name, update in updates.items():
+            gloo.barrier()
+            started = time.perf_counter()
+            update()
+            seconds[name].append(time.perf_counter() - started)
+    for parallel in parallels.values():
+        parallel.close()
+    return {name: values[2:] for name, values in seconds.items()}
+
+
+def main(task: dict[str, Any]) -> None:
+    """Measure every batch size and print the seconds as JSON."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
+    rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=120.0)
+    gloo = open_group("torch", rendezvous)
+    results = {}
+    for tokens in task["tokens"]:
+        groups = {name: open_group(task["transport"], rendezvous) for name in ("plain", "zero")}
+        results[str(tokens)] = measure(task, tokens, groups, gloo)
+    gloo.barrier()
+    gloo.close()
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,115 @@
+"""`andon plan`: its arithmetic is what a run takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from andon.config import build
+from andon.model.llama import Llama
+from andon.model.shape import SHAPES, Shape
+from andon.plan import live_activations, make_plan
+from tests.memory import peak_memory
+from tests.runs import andon
+
+SMALL = Shape(vocab=97, hidden=32, layers=3, heads=4, kv_heads=2, intermediate=48, context=24)
+SETTING = ["--model.preset=30m", "--train.micro_batch=1", "--train.slots=4"]
+
+
+def planned(*options: str) -> float:
+    """The memory of all workers, by the plan."""
+    config = build({}, dict(option[2:].split("=") for option in options)).on_this_machine()
+    return config.workers * make_plan(config).memory.total
+
+
+def kept_for_backward(shape: Shape, windows: int) -> int:
+    """Bytes of all float tensors that autograd keeps, each memory counted once, without the parameters."""
+    model = Llama(shape)
+    own = {each.data_ptr() for each in (*model.parameters(), model.cos, model.sin)}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage().data_ptr()
+        if tensor.is_floating_point() and tensor.dim() > 1 and memory not in own:
+            kept[memory] = tensor
+        return tensor
+
+    tokens = torch.zeros(windows, shape.context, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, tokens)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("shape", [SMALL, replace(SHAPES["tiny"], layers=2)])
+@pytest.mark.parametrize("windows", [1, 3])
+def test_the_activations_are_what_autograd_keeps(shape: Shape, windows: int) -> None:
+    two_gradients = 2 * 4 * windows * shape.context * shape.vocab
+    assert live_activations(shape, windows) - two_gradients == kept_for_backward(shape, windows)
+
+
+def test_plan_needs_no_torch_and_shows_what_settings_would_change(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.argv = ['andon', 'plan', '--model.preset=30m', '--workers=2']\n"
+        "from andon.cli import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "optimizer 256 MB" in done.stdout and "--zero.policy even" in done.stdout
+
+
+def test_plan_as_json_counts_what_zero_saves(tmp_path: Path) -> None:
+    code, output = andon("plan", "--model.preset=30m", "--workers=4", "--json", cwd=tmp_path)
+    assert code == 0, output
+    plan = json.loads(output)
+    even = next(row for row in plan["changes"] if row["keys"] == {
+        "workers": 4, "zero.policy": "even", "zero.replicas": 1
+    })  # fmt: skip
+    assert plan["memory"]["optimizer"] - even["memory"]["optimizer"] == 6 * plan["parameters"]
+    assert plan["sent"] == even["sent"] == 6 * plan["parameters"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PSS is a figure of Linux")
+def test_the_memory_of_a_small_run_is_as_planned(tmp_path: Path) -> None:
+    options = ["--model.preset=tiny", "--workers=2"]
+    assert peak_memory(*options, cwd=tmp_path) == pytest.approx(planned(*options), rel=0.1)
+
+
+@cache
+def measured(folder: Path, workers: int, policy: str) -> float:
+    here = folder / f"{workers}-{policy}"
+    here.mkdir()
+    return peak_memory(*SETTING, f"--workers={workers}", f"--zero.policy={policy}", cwd=here)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("memory")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="PSS is a figure of Linux")
+@pytest.mark.parametrize(
+    ("workers", "policy"), [(1, "off"), (2, "off"), (4, "off"), (2, "even"), (4, "even")]
+)
+def test_the_memory_of_30m_is_as_planned(folder: Path, workers: int, policy: str) -> None:
+    plan = planned(*SETTING, f"--workers={workers}", f"--zero.policy={policy}")
+    found = measured(folder, workers, policy)
+    print(
+        f"30m, {workers} workers, ZeRO {policy}: {found / workers:,.0f} a worker, plan {plan / workers:,.0f}"
+    )
+    assert found == pytest.approx(plan, rel=0.1)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="PSS is a figure of Linux")
+def test_zero_saves_what_it_should_at_four_workers(folder: Path) -> None:
+    arithmetic = 3 / 4 * 8 * SHAPES["30m"].parameters * 4
+    saved = measured(folder, 4, "off") - measured(folder, 4, "even")
+    print(f"ZeRO saves {saved:,.0f} of {arithmetic:,.0f} bytes: {saved / arithmetic:.0%}")
+    assert saved >= 0.8 * arithmetic
