@@ -134,7 +134,7 @@ class Arena:
 
 def give_room(parameter: nn.Parameter, room: Tensor | None) -> None:
     """Say where the gradient of a parameter may be written instead of into fresh memory; None: nowhere. A
-    layer that can do so (`andon.model.linear`) uses the room once."""
+    layer that can do so (`andon.model.layers`) uses the room once."""
     parameter.gradient_room = room  # type: ignore[attr-defined]
 
 

@@ -142,10 +142,17 @@ class GroupConfig(Section):
 
 
 class ZeroConfig(Section):
-    policy: Literal["off", "even", "round_robin", "contiguous"] = "off"
-    """Share out the optimizer state: a slice of every unit to each rank, or whole units."""
+    policy: Literal["auto", "off", "even", "round_robin", "contiguous"] = "auto"
+    """Share out the optimizer state: a slice of every unit to each rank, or whole units. `auto` is `even`,
+    but `off` over a star, where it would cost more traffic than it saves time."""
     replicas: Literal[1, 2] = 1
     """On how many ranks each part of the state is kept."""
+
+    def settled(self, transport: str) -> Literal["off", "even", "round_robin", "contiguous"]:
+        """The policy over a transport."""
+        if self.policy != "auto":
+            return self.policy
+        return "off" if transport in ("local", "star") else "even"
 
 
 class CheckpointConfig(Section):
@@ -212,11 +219,11 @@ class Config(Section):
         return self.train.slots * self.train.micro_batch * self.train.context
 
     def with_transport(self, auto: str) -> Config:
-        """The configuration with `auto` settled."""
-        if self.group.transport != "auto":
-            return self
-        group = self.group.model_copy(update={"transport": auto})
-        return self.model_copy(update={"group": group})
+        """The configuration with every `auto` settled but that of the device."""
+        transport = auto if self.group.transport == "auto" else self.group.transport
+        group = self.group.model_copy(update={"transport": transport})
+        zero = self.zero.model_copy(update={"policy": self.zero.settled(transport)})
+        return self.model_copy(update={"group": group, "zero": zero})
 
     def on_this_machine(self) -> Config:
         """The configuration with `auto` settled for workers that all run here."""

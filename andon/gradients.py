@@ -2,8 +2,9 @@
 
 Each worker folds its slots in the order of `andon.order`. In its last slot a unit is *ready* when every
 parameter of it has its gradient; ready units leave in layout order, on one communication thread, which first
-does the fold's remaining merges for that unit, looks whether what it contributes is finite, and then does the
-all-reduce. `finish` waits for the last unit and tells what all ranks now agree on.
+does the fold's remaining merges for that unit, looks whether what it contributes is finite, does the reduce,
+and takes the norm of what this rank owns. `finish` waits for the last unit and tells what all ranks now agree
+on.
 """
 
 from __future__ import annotations
@@ -77,15 +78,21 @@ class Gradients:
         self._losses: dict[int, tuple[Tensor, int]] = {}
         self._bad: list[str] = []
         self._broken = False
-        self.is_finite = is_finite
+        self.check_finite = True
+        self._sums: list[list[Tensor]] = [[] for _ in arena.layout.units]
+        """The sums of this step's gradients: a value that is not finite makes its sum so."""
         self.exchange_seconds = 0.0
         """How long the collectives of this step took, most of it beside backward."""
         self._cells = torch.zeros(arena.layout.size // CELL, device=arena.device)
-        self._cell_ranges = ownership.cells()
-        counts = [sum(stop - start for start, stop in ranges) // CELL for ranges in self._cell_ranges]
-        self._cell_bounds = [0, *accumulate(counts)]
-        held = [np.arange(lo // CELL, hi // CELL) for ranges in self._cell_ranges for lo, hi in ranges]
-        self._cell_order = np.argsort(np.concatenate(held))
+        spans = [ownership.spans(rank) for rank in range(group.world_size)]
+        ends = list(accumulate((hi - lo) // CELL for each in spans for lo, hi in each))
+        self._cell_bounds = [0, *ends[len(arena.layout.units) - 1 :: len(arena.layout.units)]]
+        self._cell_order = np.argsort(
+            np.concatenate([np.arange(lo // CELL, hi // CELL) for each in spans for lo, hi in each])
+        )
+        starts = [0, *ends][group.rank * len(arena.layout.units) :]
+        self._spans = [(lo, hi, at) for (lo, hi), at in zip(spans[group.rank], starts, strict=False)]
+        """For each unit: the range whose norm this rank computes, and where in the cells it belongs."""
         self._thread = ThreadPoolExecutor(
             1, "andon-exchange", initializer=_same_threads(torch.get_num_threads())
         )
@@ -105,6 +112,7 @@ class Gradients:
         fold = self._folds[slot]
         if slot == self.slots[0]:
             self._bad, self.exchange_seconds = [], 0.0
+            self._sums = [[] for _ in self._sums]
         self._backward = Backward(self, fold, last=slot == self.slots[-1])
         for name, parameter in self.arena.parameters.items():
             view = self.views[fold.row][name]
@@ -162,12 +170,7 @@ class Gradients:
             self._inspection = None
 
     def _norm(self) -> float:
-        """The norm of the total, over cells in the order of the arena; each rank takes those it owns."""
-        at = self._cell_bounds[self.group.rank]
-        for start, stop in self._cell_ranges[self.group.rank]:
-            rows = self.total[start:stop].view(-1, CELL)
-            torch.linalg.vector_norm(rows, dim=1, out=self._cells[at : at + len(rows)])
-            at += len(rows)
+        """The norm of the total, over cells in the order of the arena; each rank has done those it owns."""
         self.group.all_gather(self._cells, self._cell_bounds)
         by_rank = self._cells.cpu().numpy().astype(np.float64)
         cells = by_rank[self._cell_order]
@@ -197,7 +200,7 @@ class Gradients:
         for into, other in merges:
             rows[into].add_(rows[other])
         mine = rows[: max(1, len(self.order.nodes[self.group.rank]))]
-        if not self.is_finite(mine):
+        if self.check_finite and not (_all_finite(self._sums[index]) or bool(torch.isfinite(mine).all())):
             self._bad.append(unit.name)
         started = time.perf_counter()
         if self.ownership.bounds is None or self.ownership.replicas > 1:
@@ -205,6 +208,9 @@ class Gradients:
         else:
             self.group.reduce_scatter(mine, self.ownership.bounds[index], self.order)
         self.exchange_seconds += time.perf_counter() - started
+        lo, hi, at = self._spans[index]
+        norms = self._cells[at : at + (hi - lo) // CELL]
+        torch.linalg.vector_norm(self.total[lo:hi].view(-1, CELL), dim=1, out=norms)
 
     def close(self) -> None:
         """Stop the communication thread and let go of the model."""
@@ -231,6 +237,8 @@ class Backward:
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = None
+        if self.gradients.check_finite:
+            self.gradients._sums[unit].append(view.sum())  # while the cache still holds it
         self.missing[unit].discard(name)
         self._send_ready()
 
@@ -262,9 +270,8 @@ def _buffers(arena: Arena, group: Group, rows: int) -> Tensor:
     return torch.zeros(rows, arena.layout.size, device=arena.device)
 
 
-def is_finite(values: Tensor) -> bool:
-    """Whether every element is finite: one sum, and a closer look only if that is not."""
-    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
+def _all_finite(sums: list[Tensor]) -> bool:
+    return not sums or bool(torch.isfinite(torch.stack(sums)).all())
 
 
 def _same_threads(count: int) -> Callable[[], None]:

@@ -144,7 +144,7 @@ def test_parts_are_complete_and_disjoint_and_start_on_cells(policy: Policy, worl
         assert start == at
         at = stop
     assert at == layout.size
-    cells: list[Any] = sorted(span for ranges in ownership.cells() for span in ranges if span[0] < span[1])
+    cells = sorted(span for rank in range(world) for span in ownership.spans(rank) if span[0] < span[1])
     assert cells[0][0] == 0 and cells[-1][1] == layout.size
     assert all(a[1] == b[0] for a, b in itertools.pairwise(cells))
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from andon.model.linear import Linear
+from andon.model.layers import Embedding, Linear
 from andon.model.shape import Shape
 
 
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.embed_tokens = Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
         self.norm = RMSNorm(shape.hidden, shape.norm_eps)
 

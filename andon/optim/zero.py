@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from andon.arena import CELL, Layout
@@ -64,22 +63,20 @@ class Ownership:
         """The ranges of the arena that a rank updates, in order."""
         if self.bounds is None:
             return [(unit.start, unit.stop) for unit in self.layout.units]
-        found = []
-        for unit, bounds in zip(self.layout.units, self.bounds, strict=True):
-            lo, hi = unit.start + bounds[rank], unit.start + bounds[rank + 1]
-            if lo < hi:
-                found.append((lo, hi))
-        return found
+        return [(lo, hi) for lo, hi in self.spans(rank) if lo < hi]
 
     def replica_parts(self, rank: int) -> list[Range]:
         """The ranges whose moments a rank keeps for the rank before it."""
         return self.parts((rank - 1) % self.world_size) if self.replicas > 1 else []
 
-    def cells(self) -> list[list[Range]]:
-        """For each rank the ranges whose norm it computes: what it owns, or an even share of everything."""
-        if self.bounds is None:
-            return [[span] for span in pairwise(shares(self.layout.size, self.world_size, CELL))]
-        return [self.parts(rank) for rank in range(self.world_size)]
+    def spans(self, rank: int) -> list[Range]:
+        """For each unit the range whose norm a rank computes: what it owns, or an even share."""
+        units = self.layout.units
+        bounds = self.bounds or [shares(unit.stop - unit.start, self.world_size, CELL) for unit in units]
+        return [
+            (unit.start + each[rank], unit.start + each[rank + 1])
+            for unit, each in zip(units, bounds, strict=True)
+        ]
 
 
 def _unit_owners(layout: Layout, sizes: Sequence[int], world_size: int, policy: Policy) -> list[int]:
