@@ -1,7 +1,8 @@
 """Events: the one record of a run, from which everything that shows it is fed.
 
 An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds:
-`worker` · `start` · `step` · `sample` · `eval` · `checkpoint` · `stopped` · `halt` · `done`.
+`worker` · `note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `stopped` · `halt` ·
+`done`.
 `metrics.jsonl` holds them all; the last `done` is also `summary.json`, a `halt` is also `halt.json`.
 """
 
