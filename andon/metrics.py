@@ -8,6 +8,7 @@ An event is a flat JSON object with its kind under `event` and the time in secon
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
+LONGEST_WAIT = 64 << 20  # bytes of events that may wait for a disk that is full
 
 
 def event(kind: str, **fields: Any) -> Event:
@@ -32,15 +34,28 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.listeners = folder, listeners
         cut_last_line(folder / "metrics.jsonl")
-        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+        self._file = open(folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._unwritten = b""
 
     def emit(self, said: Event) -> None:
-        """Record one event."""
-        self._file.write(as_json(said) + "\n")
+        """Record one event; while the disk is full, events wait in memory."""
+        waiting = len(self._unwritten) > 0
+        self._unwritten += as_json(said).encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._unwritten) > LONGEST_WAIT:
+                raise
+            if not waiting:
+                self._tell(event("note", text=f"Events wait in memory: {error.strerror} ({self.folder})"))
         if said["event"] == "done":
             self._whole("summary.json", said)
         elif said["event"] == "halt":
             self._whole("halt.json", said)
+        self._tell(said)
+
+    def _tell(self, said: Event) -> None:
         for listener in self.listeners:
             listener(said)
 

@@ -141,6 +141,20 @@ class DataParallel:
             for name, lo, hi, at in self.optimizer.pieces():
                 flat[at : at + hi - lo].copy_(read(kind, name, lo, hi))
 
+    def receive_moments(self, read: Callable[[str, str, int, int], Tensor] | None) -> None:
+        """Take this rank's part of the moments from rank 0, which alone can read them."""
+        for kind, flat in self.optimizer.moments.items():
+            for unit in self.arena.layout.units:
+                whole = self.arena.zeros(unit.stop - unit.start)
+                if read:
+                    for piece in unit.slices:
+                        lo, size = piece.start - unit.start, piece.shape.numel()
+                        whole[lo : lo + size].copy_(read(kind, piece.name, 0, size))
+                self.group.broadcast(whole, src=0)
+                for name, lo, hi, at in self.optimizer.pieces([(unit.start, unit.stop)]):
+                    start = self.arena.layout.slices[name].start - unit.start
+                    flat[at : at + hi - lo].copy_(whole[start + lo : start + hi])
+
     def close(self) -> None:
         """Let go of the model and the group."""
         self.gradients.close()

@@ -7,15 +7,18 @@ import json
 import math
 import socket
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.checkpoint.manifest import read as read_manifest
 from andon.checkpoint.saver import Saver
-from andon.checkpoint.store import check_units, load_state, open_moments, reading
+from andon.checkpoint.store import ReadMoments, check_units, load_state, open_moments, reading
 from andon.config import Config
 from andon.data.batches import Batches
 from andon.data.tokens import TokenSet
@@ -166,24 +169,39 @@ class Trainer:
         }
 
     def resume(self, folder: Path) -> None:
-        """Go on from a verified checkpoint, exactly, with any number of workers."""
-        state = load_state(folder)
-        check_resumable(folder, state, self.config, self.tokens)
-        with reading(folder):
-            known = read_manifest(folder)
-            load_weights(self.model, folder)
-        sizes = {name: parameter.numel() for name, parameter in self.arena.parameters.items()}
-        with open_moments(folder, known, sizes) as read:
-            self.parallel.load_moments(read)
-        check_units(folder, known, self.arena)
-        self._take_up(state)
-        self.resumed = folder
+        """Go on from a verified checkpoint, exactly, with any number of workers.
 
-    def _take_up(self, state: dict[str, Any]) -> None:
+        Ranks that do not see rank 0's checkpoint get everything from it."""
+        mine = read_manifest(folder).digest if (folder / MANIFEST).exists() else ""
+        seen = [word.decode() for word in self.group.all_gather_bytes(mine.encode())]
+        together = len(set(seen)) == 1
+        with contextlib.ExitStack() as stack:
+            reader = stack.enter_context(self._open(folder)) if together or self.group.rank == 0 else None
+            words = self.group.all_gather_bytes(json.dumps(reader.said if reader else None).encode())
+            state, units = json.loads(words[0])
+            if together and reader:
+                self.parallel.load_moments(reader.moments)
+            else:
+                self.group.broadcast(self.arena.weights, src=0)
+                self.parallel.receive_moments(reader.moments if reader else None)
+        check_units(folder, units, self.arena)
         self.step, self.skipped, self.skips = state["step"], state["skipped"], state["skips_in_a_row"]
         self.parallel.optimizer.steps_done = self.step - self.skipped
         self.tokens_seen = state["tokens"]
         self.last_loss = math.nan if state["loss"] is None else state["loss"]
+        self.resumed = folder
+
+    @contextlib.contextmanager
+    def _open(self, folder: Path) -> Iterator[Reader]:
+        """Read a checkpoint: weights into the model, the rest on demand."""
+        state = load_state(folder)
+        check_resumable(folder, state, self.config, self.tokens)
+        sizes = {name: parameter.numel() for name, parameter in self.arena.parameters.items()}
+        with reading(folder):
+            known = read_manifest(folder)
+            load_weights(self.model, folder)
+            with open_moments(folder, known, sizes) as moments:
+                yield Reader((state, dict(known.units)), moments)
 
     def _tokenizer_files(self) -> dict[str, str]:
         names = ("tokenizer.json", "tokenizer_config.json")
@@ -195,6 +213,14 @@ class Trainer:
     def close(self) -> None:
         """Let go of threads and peers."""
         self.parallel.close()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An open checkpoint: its state and the digests of its units, and AdamW's moments."""
+
+    said: tuple[dict[str, Any], dict[str, str]]
+    moments: ReadMoments
 
 
 class Clock:

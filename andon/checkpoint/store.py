@@ -154,10 +154,10 @@ def _check_cover(
         )
 
 
-def check_units(folder: Path, known: Manifest, arena: Arena) -> None:
+def check_units(folder: Path, units: Mapping[str, str], arena: Arena) -> None:
     """Refuse weights that are not those all ranks agreed on when they were saved."""
     found = weights_digests(arena)
-    if wrong := [name for name, digest in found.items() if known.units.get(name) != digest]:
+    if wrong := [name for name, digest in found.items() if units.get(name) != digest]:
         raise _damaged(folder, f"the weights of {', '.join(wrong)} are not those that were saved")
 
 
