@@ -109,9 +109,10 @@ def die_and_go_on(folder: Path, tokens: Path, answer: str, kills: int, seed: int
             assert not notes, notes
             config = quick_config(at, zero__policy=policy, checkpoint__keep=2, fault=faults(chance, size))
             with World(transport, size) as world:
+                world.run(meet)
                 world.start(run_to_end, tokens, config, resume)
                 if not config.fault:
-                    time.sleep(chance.random() * 0.6)  # any moment, then kill -9
+                    time.sleep(chance.random() * 0.4)  # any moment, then kill -9
                     for process in chance.sample(world._processes, chance.randint(1, size)):
                         process.kill()
                 outcomes = world.finish(30)
@@ -126,6 +127,11 @@ def die_and_go_on(folder: Path, tokens: Path, answer: str, kills: int, seed: int
         with World("local", 1) as world:
             assert world.run(run_to_end, tokens, quick_config(at), resume) == [answer]
         shutil.rmtree(at)
+
+
+def meet(group: Group) -> None:
+    """So that the group is open before someone dies."""
+    group.barrier()
 
 
 def faults(chance: random.Random, size: int) -> list[str]:
