@@ -8,6 +8,7 @@ An event is a flat JSON object with its kind under `event` and the time in secon
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -42,8 +43,7 @@ class Recorder:
         waiting = len(self._unwritten) > 0
         self._unwritten += as_json(said).encode() + b"\n"
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._flush()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._unwritten) > LONGEST_WAIT:
                 raise
@@ -55,6 +55,10 @@ class Recorder:
             self._whole("halt.json", said)
         self._tell(said)
 
+    def _flush(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
     def _tell(self, said: Event) -> None:
         for listener in self.listeners:
             listener(said)
@@ -64,7 +68,9 @@ class Recorder:
         write_whole(self.folder / name, as_json(fields, indent=2) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what still waits, if there is room, and close the file."""
+        with contextlib.suppress(OSError):
+            self._flush()
         self._file.close()
 
 

@@ -89,13 +89,17 @@ class Run:
         started = time.perf_counter()
         totals, timings = self.trainer.train_step(stop, self.saver)
         self.emit(self._step_event(totals, time.perf_counter() - started, timings))
+        self._stop_if_configured()
+        return totals
+
+    def _stop_if_configured(self) -> None:
         if self.saver.failure and self.config.checkpoint.on_failure == "stop":
             raise self.saver.failure
-        return totals
 
     def save(self, wait: bool) -> None:
         """Save the current step, beside the steps that follow or now."""
         self.saver.finish()
+        self._stop_if_configured()
         if self.alone and self.trainer.parallel.ownership.shared:
             self.saver.snapshot.moments = self.trainer.parallel.moments_to_save(alone=True)
         self.saver.request(self.trainer.step, self.trainer.texts() if self.leads else {})

@@ -200,6 +200,8 @@ class Saver:
         if again:
             self.failure = None
             self._try(save.step)
+        elif self.leads:
+            self.store.clean()
 
     def finish(self) -> None:
         """Wait with all ranks until no save is on its way."""

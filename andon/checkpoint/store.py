@@ -84,7 +84,7 @@ class Store:
     def clean(self) -> None:
         """Remove what interrupted saves and removals have left."""
         for leftover in self.folder.glob(".checkpoint-*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # if it stays, the next save tries again
 
 
 def remove(checkpoint: Path) -> None:
