@@ -183,6 +183,7 @@ def drill(
     nan|inf:rank=1,step=7[,slot=S][,parameter=NAME] ·
     bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second][,bit=K] ·
     die|stall:rank=1,step=5[,at=forward|backward|exchange|optimizer][,seconds=N]
+    (while that step is saved: at=snapshot|write|sync|wrote|manifest|rename|renamed|prune)
     """
     from andon.drill import drill as run
 

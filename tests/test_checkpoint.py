@@ -82,14 +82,18 @@ def save_and_resume(
 
 @pytest.mark.timeout(180)
 def test_save_at_n_workers_and_resume_at_m(tmp_path: Path, tokens: Path, answer: str) -> None:
-    places = [("shm", 4, "even"), ("torch", 2, "off"), ("star", 3, "round_robin")]
-    save_and_resume(tmp_path, tokens, answer, places, [("star", 2, "even"), ("shm", 3, "off")])
+    places = [("shm", 4, "even"), ("torch", 2, "off")]
+    save_and_resume(tmp_path, tokens, answer, places, [("star", 3, "round_robin"), ("local", 1, "off")])
 
 
 @pytest.mark.soak
-def test_save_at_n_workers_and_resume_at_m_in_all_pairs(tmp_path: Path, tokens: Path, answer: str) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_save_at_n_workers_and_resume_at_m_in_all_pairs(
+    tmp_path: Path, tokens: Path, answer: str, size: int
+) -> None:
     places = list(itertools.product(TRANSPORTS, (1, 2, 3, 4), POLICIES))
-    save_and_resume(tmp_path, tokens, answer, places, places)
+    resume_at = [place for place in places if place[1] == size]
+    save_and_resume(tmp_path, tokens, answer, places, resume_at)
 
 
 # Kills
@@ -144,7 +148,7 @@ def faults(chance: random.Random, size: int) -> list[str]:
 
 
 def test_kill_9_around_saves_never_costs_a_checkpoint(tmp_path: Path, tokens: Path, answer: str) -> None:
-    die_and_go_on(tmp_path, tokens, answer, kills=6, seed=SEED)
+    die_and_go_on(tmp_path, tokens, answer, kills=4, seed=SEED)
 
 
 @pytest.mark.soak
@@ -152,7 +156,7 @@ def test_kill_9_at_many_moments_around_saves(tmp_path: Path, tokens: Path, answe
     die_and_go_on(tmp_path, tokens, answer, kills=COUNT or 300, seed=SEED)
 
 
-@pytest.mark.parametrize("place", SAVE_PLACES)
+@pytest.mark.parametrize("place", ["snapshot", "write", "rename", "prune"])
 def test_a_death_in_each_phase_leaves_a_good_checkpoint(
     tmp_path: Path, tokens: Path, answer: str, place: str
 ) -> None:

@@ -79,7 +79,9 @@ class Saver:
         self._cancel = threading.Event()
         self._attempt, self._publishing, self._started = 0, False, 0.0
         self._notes: list[str] = []
-        self._copying = ThreadPoolExecutor(1, "andon-snapshot", lambda: torch.set_num_threads(1))
+        # A new thread would take torch's default, and setting another number would change everyone's.
+        same_threads = partial(torch.set_num_threads, torch.get_num_threads())
+        self._copying = ThreadPoolExecutor(1, "andon-snapshot", same_threads)
         self._writing = ThreadPoolExecutor(1, "andon-write", _be_humble)
 
     def request(self, step: int, texts: Mapping[str, str]) -> None:
@@ -112,7 +114,7 @@ class Saver:
         """What this rank says with this step's words; first its snapshot must be there."""
         if self._task and self._save.phase is Phase.REQUESTED:
             started = time.perf_counter()
-            wait([self._task], self._save.seconds)
+            wait([self._task])
             self.stall += time.perf_counter() - started
         return self._word()
 
