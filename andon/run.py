@@ -52,11 +52,13 @@ class Run:
         store = Store(self.config.run.dir / "checkpoints", settings.keep, settings.keep_every)
         if self.leads:
             store.clean()
-        tell = lambda kind, **fields: self.emit(event(kind, **fields))  # noqa: E731
-        saver = Saver(group, store, snapshot, self.trainer.faults, tell, settings.timeout)
-        if self.trainer.resumed == checkpoint_path(store.folder, self.trainer.step):
+        saver = Saver(group, store, snapshot, self.trainer.faults, self._tell, settings.timeout)
+        if self.trainer.resumed == checkpoint_path(store.folder, self.trainer.step).resolve():
             saver.saved = self.trainer.step
         return saver
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self.emit(event(kind, **fields))
 
     def train(self, stop_wanted: Callable[[], bool]) -> None:
         """Train to the last step, or until someone wants to stop; save on the way and at the end."""

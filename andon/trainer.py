@@ -189,7 +189,7 @@ class Trainer:
         self.parallel.optimizer.steps_done = self.step - self.skipped
         self.tokens_seen = state["tokens"]
         self.last_loss = math.nan if state["loss"] is None else state["loss"]
-        self.resumed = folder
+        self.resumed = folder.resolve()
 
     @contextlib.contextmanager
     def _open(self, folder: Path) -> Iterator[Reader]:

@@ -283,7 +283,20 @@ def test_what_four_workers_with_zero_saved_is_a_model_for_transformers(tmp_path:
         torch.testing.assert_close(theirs, load_model(checkpoint).logits(x), atol=1e-5, rtol=1e-5)
 
 
-# Digests that differ
+# The halt, and digests that differ
+
+
+def test_a_halt_leaves_the_last_committed_step_behind(tmp_path: Path, tokens: Path) -> None:
+    config = quick_config(tmp_path, fault=["nan:rank=0,step=4"], checkpoint__every=0)
+    with pytest.raises(JidokaHalt):
+        run_alone(tokens, config)
+    assert newest_good(tmp_path) == (checkpoint_path(tmp_path / "checkpoints", 3), [])
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint_path(saved / "checkpoints", 4), tmp_path / "checkpoint-9")
+    with pytest.raises(UserError, match="it is the manifest of checkpoint-4"):
+        verify_named(tmp_path / "checkpoint-9")
 
 
 def flip_then_save(group: Group, tokens: Path, folder: Path) -> tuple[str, bool]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from andon.checkpoint.listing import checkpoint_path, steps
-from andon.checkpoint.manifest import verify
+from andon.checkpoint.manifest import Manifest, verify
 from andon.errors import UserError
 from andon.metrics import Event, Recorder, event, read
 from andon.trainer import Trainer
@@ -64,6 +64,28 @@ def test_a_full_disk_is_reported_tried_again_and_training_goes_on(
     assert names(heard, "step") == list(range(1, STEPS + 1))
     assert digest == run_alone(tokens, quick_config(tmp_path / "whole"))[0]
     assert steps(small_disk / "checkpoints") == [6] and newest_good(small_disk)[1] == []
+
+
+@pytest.mark.parametrize("small_disk", ["1200k"], indirect=True)
+def test_what_failed_is_saved_at_the_second_attempt_as_it_was(
+    tmp_path: Path, tokens: Path, small_disk: Path
+) -> None:
+    ballast = small_disk / "ballast"
+
+    def fill_then_free(said: Event, trainer: Trainer) -> None:
+        if said["event"] == "checkpoint" and said["step"] == 2:
+            ballast.write_bytes(bytes(400 << 10))
+        if said["event"] == "save_failed" and said["again"]:
+            ballast.unlink()
+        if said["event"] == "checkpoint" and said["step"] == 4:
+            kept.append(verify(checkpoint_path(small_disk / "checkpoints", 4)))
+
+    kept: list[Manifest] = []
+    config = quick_config(small_disk, checkpoint__keep=1, train__steps=8)
+    _, heard = run_alone(tokens, config, fill_then_free)
+    assert names(heard, "save_failed") == [4] and names(heard, "checkpoint") == [2, 4, 6, 8]
+    run_alone(tokens, quick_config(tmp_path / "whole", train__steps=8))
+    assert kept[0].units == verify(checkpoint_path(tmp_path / "whole" / "checkpoints", 4)).units
 
 
 def test_a_full_disk_stops_the_run_where_that_is_configured(

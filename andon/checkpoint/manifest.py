@@ -17,6 +17,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from andon.checkpoint.listing import step_of
 from andon.errors import UserError
 
 NAME = "manifest.json"
@@ -136,6 +137,8 @@ def find_damage(
     except Damaged as error:
         yield error.damage
         return
+    if step_of(folder) not in (-1, manifest.step):
+        yield Damage(NAME, "", f"it is the manifest of checkpoint-{manifest.step}")
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:
             yield Damage(path.name, "", "the manifest does not know it")

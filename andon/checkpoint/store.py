@@ -66,7 +66,7 @@ class Store:
         sync(temporary)
         at("rename")
         if final.exists():  # damaged, or from a branch that was left: what is saved now takes its place
-            remove(final)
+            _set_aside(final)
         temporary.rename(final)
         at("renamed")
         sync(self.folder)
@@ -89,10 +89,13 @@ class Store:
 
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint: its name goes first, so that a kill leaves no half of it behind."""
-    leaving = checkpoint.with_name(f".{checkpoint.name}.removed")
-    shutil.rmtree(leaving, ignore_errors=True)
-    checkpoint.rename(leaving)
-    shutil.rmtree(leaving)
+    shutil.rmtree(_set_aside(checkpoint))
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    aside = checkpoint.with_name(f".{checkpoint.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    return checkpoint.rename(aside)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
