@@ -18,10 +18,12 @@ import torch
 from andon.checkpoint.listing import checkpoint_path, steps
 from andon.checkpoint.manifest import NAME, read, verify, verify_named
 from andon.checkpoint.store import load_state
+from andon.config import Config
 from andon.errors import UserError
 from andon.group.base import Group
 from andon.integrity.faults import SAVE_PLACES
 from andon.integrity.halt import JidokaHalt
+from andon.metrics import Event
 from andon.run import Run
 from tests.group_harness import World
 from tests.saving import STEPS, newest_good, quick_config, run_alone, run_to_end
@@ -323,6 +325,27 @@ def test_weights_that_differ_halt_before_anything_is_written(tmp_path: Path, tok
     cause = "the weights of model.norm differ on rank 1 (found when step 1 was to be saved)"
     assert found == [(cause, False)] * 3
     assert not steps(tmp_path / "checkpoints")
+
+
+# A rank that is late
+
+
+def events_of(group: Group, tokens: Path, config: Config) -> list[Event]:
+    heard: list[Event] = []
+    run_to_end(group, tokens, config, None, lambda said, trainer: heard.append(said))
+    return heard
+
+
+def test_a_rank_that_is_late_is_named_and_the_save_tried_again(tmp_path: Path, tokens: Path) -> None:
+    late = ["stall:rank=1,step=2,at=write,seconds=1"]
+    config = quick_config(tmp_path, fault=late, checkpoint__timeout=0.7)
+    with World("shm", 2) as world:
+        heard, _ = world.run(events_of, tokens, config)
+    failed = [said for said in heard if said["event"] == "save_failed"]
+    assert [(said["step"], said["again"]) for said in failed] == [(2, True)]
+    assert failed[0]["reason"] == "rank 1 did not finish writing within 0.7 s"
+    assert [said["step"] for said in heard if said["event"] == "checkpoint"] == [2, 4, 6]
+    assert newest_good(tmp_path) == (checkpoint_path(tmp_path / "checkpoints", STEPS), [])
 
 
 # A folder that not all ranks see

@@ -118,7 +118,7 @@ class Save:
             self._deadline = now + self.seconds
         if now > self._deadline and self.running and self.phase is not Phase.COMPLETE:
             late = ", ".join(map(str, self.awaited)) or "0"
-            self.abort(f"rank {late} did not finish {self.phase} within {self.seconds:.0f} s")
+            self.abort(f"rank {late} did not finish {self.phase} within {self.seconds:g} s")
 
     def abort(self, reason: str) -> None:
         """Back to training; what was being saved is given up. Once complete there is nothing to give up."""
