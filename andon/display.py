@@ -39,8 +39,7 @@ def show_plan(console: Console, config: Config) -> None:
     table.add_row("workers", f"{shared} · transport {config.group.transport} · device {config.device}")
     parts = (
         f"weights {human_bytes(plan.weights_bytes)}, gradients {human_bytes(plan.gradients_bytes)}, "
-        f"optimizer {human_bytes(plan.optimizer_bytes)}, activations ~{human_bytes(plan.activations_bytes)}, "
-        f"snapshot {human_bytes(plan.snapshot_bytes)}"
+        f"optimizer {human_bytes(plan.optimizer_bytes)}, activations ~{human_bytes(plan.activations_bytes)}"
     )
     table.add_row("memory", f"about {human_bytes(plan.worker_bytes)} a worker: {parts}")
     table.add_row("folder", escape(str(config.run.dir)))

@@ -19,14 +19,11 @@ class Plan:
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
-    snapshot_bytes: int
-    """On rank 0: the copy of the weights and of its share of the moments that a save writes from."""
 
     @property
     def worker_bytes(self) -> int:
         """Memory of one worker, besides torch itself."""
-        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return state + self.activations_bytes + self.snapshot_bytes
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
 
 
 def make_plan(config: Config) -> Plan:
@@ -46,7 +43,6 @@ def make_plan(config: Config) -> Plan:
         gradients_bytes=rows * size,
         optimizer_bytes=2 * size,
         activations_bytes=4 * kept * window_tokens,
-        snapshot_bytes=size + 2 * size // config.workers,
     )
 
 
