@@ -33,10 +33,14 @@ app.add_typer(bench_app, name="bench")
 data_app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
+checkpoint_app = typer.Typer(help="Look after checkpoints.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(checkpoint_app, name="checkpoint")
+
 Resume = Annotated[
     str, typer.Option(help="auto: the newest checkpoint of the run; none: a fresh run; or a path.")
 ]
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
+Checkpoints = Annotated[Path, typer.Argument(help="A run, its folder of checkpoints, or one checkpoint.")]
 
 
 def main() -> None:
@@ -190,6 +194,7 @@ def drill(
     nan|inf:rank=1,step=7[,slot=S][,parameter=NAME] ·
     bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second][,bit=K] ·
     die|stall:rank=1,step=5[,at=forward|backward|exchange|optimizer][,seconds=N]
+    (while that step is saved: at=snapshot|write|sync|wrote|manifest|rename|renamed|prune)
     """
     from andon.drill import drill as run
 
@@ -233,6 +238,61 @@ def bench_train(
         from andon.bench.train import main as run
 
     run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, as_json)
+
+
+@bench_app.command("checkpoint")
+def bench_checkpoint(
+    preset: Annotated[str, typer.Option(help="The model.")] = "124m",
+    ranks: Annotated[int, typer.Option(min=1, help="Workers.")] = 2,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per worker and step.")] = 128,
+    repetitions: Annotated[int, typer.Option(min=1, help="Saves of each kind; the median counts.")] = 3,
+    folder: Annotated[Path, typer.Option(help="The disk to write to.")] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """What a save costs, against a memory copy, dd and torch.distributed.checkpoint, in one run."""
+    from andon.bench.checkpoint import main as run
+
+    run(preset, ranks, tokens, repetitions, folder, as_json)
+
+
+@checkpoint_app.command("ls")
+def checkpoint_ls(
+    path: Checkpoints,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte, not only sizes.")] = False,
+) -> None:
+    """Step, loss, size, age and verdict of every checkpoint."""
+    from andon.checkpoints import show
+
+    show(path, verify, _console())
+
+
+@checkpoint_app.command("verify")
+def checkpoint_verify(path: Checkpoints) -> None:
+    """Read every byte and compare it with the manifest; exit code 1 if anything is damaged."""
+    from andon.checkpoints import verify
+
+    sys.exit(verify(path, _console()))
+
+
+@checkpoint_app.command("diff")
+def checkpoint_diff(first: Checkpoint, second: Checkpoint) -> None:
+    """Compare two checkpoints tensor by tensor; exit code 1 if they differ."""
+    from andon.checkpoints import diff
+
+    sys.exit(diff(first, second, _console()))
+
+
+@checkpoint_app.command("prune")
+def checkpoint_prune(
+    path: Checkpoints,
+    keep: Annotated[int, typer.Option(min=1, help="Keep the last so many.")] = 3,
+    keep_every: Annotated[int, typer.Option(min=0, help="And those of every so many steps.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Remove old checkpoints, never the only good one."""
+    from andon.checkpoints import prune
+
+    prune(path, keep, keep_every, dry_run, _console())
 
 
 @config_app.command("show", context_settings=ANY)

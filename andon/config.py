@@ -160,6 +160,12 @@ class CheckpointConfig(Section):
     """Save every so many steps, and at the end; 0: only at the end."""
     keep: PositiveInt = 3
     """How many to keep."""
+    keep_every: NonNegativeInt = 0
+    """Also keep, for ever, those of every so many steps; 0: none."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What follows when a save has failed twice: training goes on, or stops. The last one must succeed."""
+    timeout: PositiveFloat = 1800.0
+    """Seconds after which a save is given up."""
 
 
 class RunConfig(Section):

@@ -64,6 +64,13 @@ class Display:
     def _on_note(self, said: Event) -> None:
         self.console.print(said["text"], style="dim", markup=False)
 
+    def _on_save_failed(self, said: Event) -> None:
+        what = "trying once more" if said["again"] else "given up; the earlier checkpoints are intact"
+        text = (
+            f"Checkpoint {said['step']} could not be written to {said['folder']}: {said['reason']} ({what})"
+        )
+        self.console.print(text, style="bold red", markup=False, soft_wrap=True)
+
     def _on_start(self, said: Event) -> None:
         self.started, self.first_step = time.monotonic(), said["step"]
         self.floor = f" (floor {said['floor']:.3f})" if said["floor"] else ""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ class Totals:
     stop: bool
     bad_units: tuple[tuple[int, str], ...] = ()
     """(rank, unit) of every contribution that was not finite."""
+    words: tuple[Any, ...] = ()
+    """What each rank said besides, by rank."""
 
     @property
     def sound(self) -> bool:
@@ -136,8 +139,8 @@ class Gradients:
             names = ("the end of the step" if each is None else f"slot {each}" for each in (slot, due))
             raise ValueError("{} came where {} was due".format(*names))
 
-    def finish(self, stop: bool = False) -> Totals:
-        """Wait for the exchange and agree with the other ranks on what the step came to."""
+    def finish(self, stop: bool = False, word: Any = None) -> Totals:
+        """Wait for the exchange and agree on what the step came to; a rank may send a word (JSON) along."""
         self._check_turn(None)
         assert self._backward is not None
         for exchange in self._backward.exchanges:
@@ -146,16 +149,17 @@ class Gradients:
             parameter.grad = self.views[0][name]
         losses = [(slot, self._losses[slot][0].item(), self._losses[slot][1]) for slot in self.slots]
         self._losses.clear()
-        words = self.group.all_gather_bytes(json.dumps([stop, self._bad, losses]).encode())
+        words = self.group.all_gather_bytes(json.dumps([stop, self._bad, losses, word]).encode())
         everyone = [json.loads(word) for word in words]
-        slots = sorted(record for _, _, records in everyone for record in records)
+        slots = sorted(record for _, _, records, _ in everyone for record in records)
         tokens = sum(count for _, _, count in slots)
         return Totals(
             loss=sum(loss for _, loss, _ in slots) / max(1, tokens),
             tokens=tokens,
             norm=self._norm() / max(1, tokens),
-            stop=any(wanted for wanted, _, _ in everyone),
-            bad_units=tuple((rank, unit) for rank, (_, bad, _) in enumerate(everyone) for unit in bad),
+            stop=any(wanted for wanted, *_ in everyone),
+            bad_units=tuple((rank, unit) for rank, (_, bad, *_) in enumerate(everyone) for unit in bad),
+            words=tuple(said for *_, said in everyone),
         )
 
     def inspect(self, loss: Tensor, slot: int, look: Callable[[str, Tensor], None]) -> None:

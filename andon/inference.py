@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from andon import evaluation
+from andon.checkpoint.manifest import verify_named
 from andon.checkpoint.store import load_state
 from andon.cluster.prepare import other_data, prepare_tokens
 from andon.config import build
@@ -23,6 +24,7 @@ from andon.model.hub import load_model
 
 def generate(folder: Path, prompt: str, *, count: int, length: int, temperature: float, seed: int) -> None:
     """Print texts that go on from a prompt."""
+    verify_named(folder)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     start = [tokenizer.end, *tokenizer.encode(prompt)]
     room = model.shape.context
@@ -39,6 +41,7 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
 
 def evaluate(folder: Path, windows: int, console: Console) -> None:
     """Print what a checkpoint is worth on the held-out part of its corpus."""
+    verify_named(folder)
     state = load_state(folder)
     config = build(state["config"], {})
     model, tokens = load_model(folder), prepare_tokens(config, console)

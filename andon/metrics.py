@@ -1,12 +1,15 @@
 """Events: the one record of a run, from which everything that shows it is fed.
 
 An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds:
-`worker` · `start` · `step` · `sample` · `eval` · `checkpoint` · `stopped` · `halt` · `done`.
+`worker` · `note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `stopped` · `halt` ·
+`done`.
 `metrics.jsonl` holds them all; the last `done` is also `summary.json`, a `halt` is also `halt.json`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -17,6 +20,7 @@ from typing import Any
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
+LONGEST_WAIT = 64 << 20  # bytes of events that may wait for a disk that is full
 
 
 def event(kind: str, **fields: Any) -> Event:
@@ -31,15 +35,31 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.listeners = folder, listeners
         cut_last_line(folder / "metrics.jsonl")
-        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+        self._file = open(folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._unwritten = b""
 
     def emit(self, said: Event) -> None:
-        """Record one event."""
-        self._file.write(as_json(said) + "\n")
+        """Record one event; while the disk is full, events wait in memory."""
+        waiting = len(self._unwritten) > 0
+        self._unwritten += as_json(said).encode() + b"\n"
+        try:
+            self._flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._unwritten) > LONGEST_WAIT:
+                raise
+            if not waiting:
+                self._tell(event("note", text=f"Events wait in memory: {error.strerror} ({self.folder})"))
         if said["event"] == "done":
             self._whole("summary.json", said)
         elif said["event"] == "halt":
             self._whole("halt.json", said)
+        self._tell(said)
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def _tell(self, said: Event) -> None:
         for listener in self.listeners:
             listener(said)
 
@@ -48,7 +68,9 @@ class Recorder:
         write_whole(self.folder / name, as_json(fields, indent=2) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what still waits, if there is room, and close the file."""
+        with contextlib.suppress(OSError):
+            self._flush()
         self._file.close()
 
 

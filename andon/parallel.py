@@ -117,11 +117,45 @@ class DataParallel:
         for unit, bounds in zip(self.arena.layout.units, self.ownership.bounds or (), strict=False):
             self.group.all_gather(whole[unit.start : unit.stop], bounds)
 
-    def load_moments(self, read: Callable[[str], Tensor]) -> None:
-        """Take this rank's part of the moments from whole tensors, read by name."""
+    def moments_to_save(self, alone: bool) -> dict[str, Tensor]:
+        """What this rank saves of AdamW's moments: `first.NAME[lo:hi]` and the elements, where they are.
+
+        `alone`: rank 0 saves everything; with ZeRO it is gathered for that, by all ranks together."""
+        moments, ranges = self.optimizer.moments, self.own
+        if alone and self.ownership.shared:
+            whole = self.gather_moments()
+            found = {f"{name}[0:{tensor.numel()}]": tensor.view(-1) for name, tensor in whole.items()}
+            return {} if self.group.rank else found
+        if alone and self.group.rank:
+            return {}
+        if not alone and not self.ownership.shared:  # everyone has all of it: an even share each
+            ranges = Ownership.of(self.arena.layout, self.group.world_size, "even").parts(self.group.rank)
+        pieces = list(self.optimizer.pieces(ranges))
+        return {
+            f"{kind}.{name}[{lo}:{hi}]": flat[at : at + hi - lo]
+            for kind, flat in moments.items()
+            for name, lo, hi, at in pieces
+        }
+
+    def load_moments(self, read: Callable[[str, str, int, int], Tensor]) -> None:
+        """Take this rank's part of the moments; `read` gives elements [lo, hi) of a parameter's."""
         for kind, flat in self.optimizer.moments.items():
             for name, lo, hi, at in self.optimizer.pieces():
-                flat[at : at + hi - lo].copy_(read(f"{kind}.{name}").flatten()[lo:hi])
+                flat[at : at + hi - lo].copy_(read(kind, name, lo, hi))
+
+    def receive_moments(self, read: Callable[[str, str, int, int], Tensor] | None) -> None:
+        """Take this rank's part of the moments from rank 0, which alone can read them."""
+        for kind, flat in self.optimizer.moments.items():
+            for unit in self.arena.layout.units:
+                whole = self.arena.zeros(unit.stop - unit.start)
+                if read:
+                    for piece in unit.slices:
+                        lo, size = piece.start - unit.start, piece.shape.numel()
+                        whole[lo : lo + size].copy_(read(kind, piece.name, 0, size))
+                self.group.broadcast(whole, src=0)
+                for name, lo, hi, at in self.optimizer.pieces([(unit.start, unit.stop)]):
+                    start = self.arena.layout.slices[name].start - unit.start
+                    flat[at : at + hi - lo].copy_(whole[start + lo : start + hi])
 
     def close(self) -> None:
         """Let go of the model and the group."""

@@ -10,19 +10,21 @@ from typing import Any, TypeVar
 import torch
 
 from andon import evaluation
-from andon.checkpoint.listing import should_save
+from andon.checkpoint.listing import checkpoint_path, should_save
+from andon.checkpoint.saver import BEAT, Saver
+from andon.checkpoint.snapshot import Snapshot
 from andon.checkpoint.store import Store, weights_blake3
+from andon.cluster.run_folder import read_mark
 from andon.data import stories
 from andon.errors import UserError
 from andon.gradients import Totals
-from andon.group.base import Group
+from andon.group.base import Group, GroupError
 from andon.integrity.halt import JidokaHalt
 from andon.metrics import Emit, Event, event
 from andon.trainer import Trainer
 
 T = TypeVar("T")
 BUSY = b"busy"
-BEAT = 0.2  # seconds between signs of life
 
 
 class Run:
@@ -34,19 +36,50 @@ class Run:
         self.leads = self.group.rank == 0
         self.emit: Emit = emit if self.leads else _nothing
         self.tokenizer = trainer.tokens.tokenizer()
-        self.store = Store(self.config.run.dir / "checkpoints", self.config.checkpoint.keep)
+        self.saver = self._make_saver()
         self.on_stories = self.config.data.corpus == ("stories",)
         self.sampled = time.monotonic()
 
+    def _make_saver(self) -> Saver:
+        """Each rank writes its own files; if some rank does not see the folder, rank 0 writes them all."""
+        group, parallel, settings = self.group, self.trainer.parallel, self.config.checkpoint
+        marks = group.all_gather_bytes(read_mark(self.config.run.dir).encode())
+        self.alone = len(set(marks)) > 1
+        gathered = self.alone and parallel.ownership.shared
+        moments = {} if gathered else parallel.moments_to_save(self.alone)
+        shards = 1 if self.alone else group.world_size
+        snapshot = Snapshot(self.trainer.arena, moments, shards, weights=self.leads)
+        store = Store(self.config.run.dir / "checkpoints", settings.keep, settings.keep_every)
+        if self.leads:
+            store.clean()
+        saver = Saver(group, store, snapshot, self.trainer.faults, self._tell, settings.timeout)
+        if self.trainer.resumed == checkpoint_path(store.folder, self.trainer.step).resolve():
+            saver.saved = self.trainer.step
+        return saver
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self.emit(event(kind, **fields))
+
     def train(self, stop_wanted: Callable[[], bool]) -> None:
         """Train to the last step, or until someone wants to stop; save on the way and at the end."""
+        try:
+            self._loop(stop_wanted)
+        except JidokaHalt as halt:
+            self.emit(event("halt", **halt.fields(), data=self.trainer.tokens.digest))
+            self._save_before_leaving(halt.sound and self.trainer.step > 0)
+            raise
+        finally:
+            self.saver.close()
+
+    def _loop(self, stop_wanted: Callable[[], bool]) -> None:
         steps = self.config.train.steps
         data, step = self.trainer.tokens.digest, self.trainer.step
         self.emit(event("start", step=step, transport=self.transport, floor=self.floor(), data=data))
         while self.trainer.step < steps:
             totals = self._step(stop_wanted())
-            if totals.stop or should_save(self.trainer.step, self.config.checkpoint.every, steps):
-                self.save()
+            last = totals.stop or self.trainer.step == steps
+            if last or should_save(self.trainer.step, self.config.checkpoint.every, steps):
+                self.save(wait=last)
             if totals.stop:
                 self.emit(event("stopped", step=self.trainer.step))
                 return
@@ -56,21 +89,35 @@ class Run:
 
     def _step(self, stop: bool) -> Totals:
         started = time.perf_counter()
-        try:
-            totals, timings = self.trainer.train_step(stop)
-        except JidokaHalt as halt:
-            self.emit(event("halt", **halt.fields(), data=self.trainer.tokens.digest))
-            if halt.sound and self.trainer.step:
-                self._save_before_leaving()
-            raise
+        totals, timings = self.trainer.train_step(stop, self.saver)
         self.emit(self._step_event(totals, time.perf_counter() - started, timings))
+        self._stop_if_configured()
         return totals
 
-    def _save_before_leaving(self) -> None:
+    def _stop_if_configured(self) -> None:
+        if self.saver.failure and self.config.checkpoint.on_failure == "stop":
+            raise self.saver.failure
+
+    def save(self, wait: bool) -> None:
+        """Save the current step, beside the steps that follow or now."""
+        self.saver.finish()
+        self._stop_if_configured()
+        if self.alone and self.trainer.parallel.ownership.shared:
+            self.saver.snapshot.moments = self.trainer.parallel.moments_to_save(alone=True)
+        self.saver.request(self.trainer.step, self.trainer.texts() if self.leads else {})
+        if wait:
+            self.saver.finish()
+            if self.saver.failure:
+                raise self.saver.failure
+
+    def _save_before_leaving(self, sound: bool) -> None:
         """Keep the last committed step; the halt is what matters, so that a failure is only noted."""
         try:
-            self.save()
-        except UserError as error:
+            if sound:
+                self.save(wait=True)
+            else:
+                self.saver.finish()  # an earlier step, which the ranks have compared
+        except (UserError, GroupError) as error:
             self.emit(event("note", text=str(error)))
 
     def _between_steps(self) -> None:
@@ -114,14 +161,6 @@ class Run:
         with self.trainer.autocast(), torch.compiler.set_stance("force_eager"):
             temperature = self.config.eval.temperature
             return evaluation.write(self.trainer.model, self.tokenizer, count, temperature, seed)
-
-    def save(self) -> None:
-        """Save a checkpoint of the current step; rank 0 writes, the others wait until it is on disk."""
-        started = time.perf_counter()
-        snapshot = self.trainer.snapshot()
-        folder = while_others_wait(self.group, lambda: self.store.save(snapshot))
-        seconds = round(time.perf_counter() - started, 3)
-        self.emit(event("checkpoint", step=self.trainer.step, path=str(folder), seconds=seconds))
 
     def _step_event(self, totals: Totals, seconds: float, timings: dict[str, float]) -> Event:
         return event(

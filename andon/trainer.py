@@ -7,13 +7,18 @@ import json
 import math
 import socket
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from andon.checkpoint.store import Snapshot, load_state, open_moments, reading
+from andon.checkpoint.manifest import NAME as MANIFEST
+from andon.checkpoint.manifest import read as read_manifest
+from andon.checkpoint.saver import Saver
+from andon.checkpoint.store import ReadMoments, check_units, load_state, open_moments, reading
 from andon.config import Config
 from andon.data.batches import Batches
 from andon.data.tokens import TokenSet
@@ -54,9 +59,13 @@ class Trainer:
         self.faults.check(self.gradients.order, self.arena.layout, self.parallel.state)
         self.step = self.skipped = self.skips = self.tokens_seen = 0
         self.last_loss = float("nan")
+        self.resumed: Path | None = None
+        """The checkpoint that training goes on from."""
 
-    def train_step(self, stop: bool = False) -> tuple[Totals, dict[str, float]]:
-        """One step: slots, exchange, verdict, update, proof. No weight changes before all ranks agree."""
+    def train_step(self, stop: bool = False, saver: Saver | None = None) -> tuple[Totals, dict[str, float]]:
+        """One step: slots, exchange, verdict, update, proof. No weight changes before all ranks agree.
+
+        A save that runs beside it speaks with the words of the exchange."""
         step, clock = self.step + 1, Clock()
         self.faults.at("forward", step)
         for slot in self.gradients.slots:
@@ -67,7 +76,9 @@ class Trainer:
             self.gradients.backward(loss, slot, y.numel())
         clock.lap("compute_ms")
         self.faults.at("exchange", step)
-        totals = self.gradients.finish(stop)
+        totals = self.gradients.finish(stop, saver.word() if saver else None)
+        if saver:
+            saver.hear(totals.words)
         clock.lap("exchange_ms")
         if self.halt_unless_sound(step, totals):
             self.faults.at("optimizer", step)
@@ -133,38 +144,64 @@ class Trainer:
         wanted = precision == "bf16" or (precision == "auto" and self.device.type == "cuda")
         return torch.autocast(self.device.type, torch.bfloat16) if wanted else contextlib.nullcontext()
 
-    def snapshot(self) -> Snapshot:
-        """Everything that an exact resume needs; complete on rank 0, but every rank must call it."""
-        config = json.dumps(to_hub(self.config.shape, self.tokens.tokenizer().end), indent=2) + "\n"
-        views = self.arena.layout.views
-        return Snapshot(
-            step=self.step,
-            weights={name: view.cpu() for name, view in views(self.arena.weights).items()},
-            moments=self.parallel.gather_moments(),
-            state={
-                "step": self.step,
-                "loss": self.last_loss if math.isfinite(self.last_loss) else None,
-                "tokens": self.tokens_seen,
-                "skipped": self.skipped,
-                "skips_in_a_row": self.skips,
-                "data": self.tokens.digest,
-                "config": self.config.model_dump(mode="json"),
-            },
-            files={"config.json": config, **self._tokenizer_files()},
-        )
+    def texts(self) -> dict[str, str]:
+        """The files of a checkpoint besides its tensors: what Hugging Face needs, and where the run is."""
+        config = self.config
+        state = {
+            "step": self.step,
+            "loss": self.last_loss if math.isfinite(self.last_loss) else None,
+            "tokens": self.tokens_seen,
+            "skipped": self.skipped,
+            "skips_in_a_row": self.skips,
+            "learning_rate": self.learning_rate(self.step),
+            # Batches and first weights are pure functions of the seed, and nothing else is drawn in training.
+            "seed": config.seed,
+            "next": {"step": self.step + 1, "slot": 0},
+            "slots": config.train.slots,
+            "world_size": self.group.world_size,
+            "data": self.tokens.digest,
+            "config": config.model_dump(mode="json"),
+        }
+        return {
+            "state.json": json.dumps(state, indent=2) + "\n",
+            "config.json": json.dumps(to_hub(config.shape, self.tokens.tokenizer().end), indent=2) + "\n",
+            **self._tokenizer_files(),
+        }
 
     def resume(self, folder: Path) -> None:
-        """Go on from a checkpoint, exactly, with any number of workers."""
-        state = load_state(folder)
-        check_resumable(folder, state, self.config, self.tokens)
-        with reading(folder):
-            load_weights(self.model, folder)
-        with open_moments(folder, self.arena.parameters) as read:
-            self.parallel.load_moments(read)
+        """Go on from a verified checkpoint, exactly, with any number of workers.
+
+        Ranks that do not see rank 0's checkpoint get everything from it."""
+        mine = read_manifest(folder).digest if (folder / MANIFEST).exists() else ""
+        seen = [word.decode() for word in self.group.all_gather_bytes(mine.encode())]
+        together = len(set(seen)) == 1
+        with contextlib.ExitStack() as stack:
+            reader = stack.enter_context(self._open(folder)) if together or self.group.rank == 0 else None
+            words = self.group.all_gather_bytes(json.dumps(reader.said if reader else None).encode())
+            state, units = json.loads(words[0])
+            if together and reader:
+                self.parallel.load_moments(reader.moments)
+            else:
+                self.group.broadcast(self.arena.weights, src=0)
+                self.parallel.receive_moments(reader.moments if reader else None)
+        check_units(folder, units, self.arena)
         self.step, self.skipped, self.skips = state["step"], state["skipped"], state["skips_in_a_row"]
         self.parallel.optimizer.steps_done = self.step - self.skipped
         self.tokens_seen = state["tokens"]
         self.last_loss = math.nan if state["loss"] is None else state["loss"]
+        self.resumed = folder.resolve()
+
+    @contextlib.contextmanager
+    def _open(self, folder: Path) -> Iterator[Reader]:
+        """Read a checkpoint: weights into the model, the rest on demand."""
+        state = load_state(folder)
+        check_resumable(folder, state, self.config, self.tokens)
+        sizes = {name: parameter.numel() for name, parameter in self.arena.parameters.items()}
+        with reading(folder):
+            known = read_manifest(folder)
+            load_weights(self.model, folder)
+            with open_moments(folder, known, sizes) as moments:
+                yield Reader((state, dict(known.units)), moments)
 
     def _tokenizer_files(self) -> dict[str, str]:
         names = ("tokenizer.json", "tokenizer_config.json")
@@ -176,6 +213,14 @@ class Trainer:
     def close(self) -> None:
         """Let go of threads and peers."""
         self.parallel.close()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An open checkpoint: its state and the digests of its units, and AdamW's moments."""
+
+    said: tuple[dict[str, Any], dict[str, str]]
+    moments: ReadMoments
 
 
 class Clock:

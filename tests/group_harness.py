@@ -38,7 +38,7 @@ _CLOSE = "close"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "andon.group.torch_dist", "andon.group.shm", "tests.test_group_contract"]
+    ["torch", "torch._dynamo", "andon.group.torch_dist", "andon.group.shm", "tests.test_group_contract"]
 )
 
 
@@ -98,7 +98,7 @@ class World:
                 rank = open_pipes.pop(pipe)
                 try:
                     outcomes[rank] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     outcomes[rank] = Outcome(error="Dead")
         return outcomes
 
@@ -186,7 +186,7 @@ def _serve(
     while True:
         try:
             work, arguments = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             break
         started = time.monotonic()
         try:

@@ -12,21 +12,33 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "andon"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-ENGINE = ["order", "arena", "gradients", "group", "optim", "integrity", "checkpoint", "data", "model"]
+ENGINE = [
+    "durable",
+    "order",
+    "arena",
+    "gradients",
+    "group",
+    "optim",
+    "integrity",
+    "checkpoint",
+    "data",
+    "model",
+]
 ENGINE_MAY_IMPORT = {"torch", "numpy", "safetensors", "blake3", "andon"} | set(sys.stdlib_module_names)
 
 # Each room may use itself, `errors`, and the rooms named here.
 MAY_USE = {
     "errors": set(),
     "order": set(),
-    "data": set(),
+    "durable": set(),
+    "data": {"durable"},
     "model": set(),
     "arena": set(),
     "group": {"order"},
     "optim": {"arena", "order"},
     "gradients": {"arena", "order", "group", "optim"},
     "integrity": {"arena", "group", "order"},
-    "checkpoint": {"arena", "integrity"},
+    "checkpoint": {"arena", "durable", "group", "integrity"},
     "parallel": {"arena", "gradients", "group", "integrity", "optim"},
     "metrics": set(),
     "config": {"integrity", "model"},

@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_and_a_damaged_cache_are_named(tmp_path: Path) -> N
     data = bytearray(shard.read_bytes())
     data[500] ^= 1
     shard.write_bytes(data)
-    assert "tokens-00000.bin is damaged" in refused("--train.steps=4", cwd=tmp_path)
+    assert "tokens-00000.bin is damaged" in refused("--train.steps=4", "--resume=none", cwd=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -36,3 +36,8 @@ def step_of(checkpoint: Path) -> int:
 def should_save(step: int, every: int, last: int) -> bool:
     """At every interval, and always at the last step; an interval of 0 saves only there."""
     return step > 0 and (step >= last or (every > 0 and step % every == 0))
+
+
+def kept(found: list[int], keep: int, every: int) -> set[int]:
+    """Of ascending steps, those that are kept: the last `keep`, and every `every`-th step (0: none)."""
+    return set(found[-keep:]) | {step for step in found if every and step % every == 0}

@@ -1,78 +1,101 @@
 """What a checkpoint is on disk: a folder `checkpoint-{step}` that appears whole or not at all.
 
 `model.safetensors`, `config.json` and the tokenizer's files are what Hugging Face loads;
-`optimizer.safetensors` holds AdamW's moments by parameter name, so that any number of workers can go on from
-it; `state.json` says where the run was. Everything is written into a temporary folder beside it, synced, and
-renamed.
+`optimizer-RRRRR-of-NNNNN.safetensors` hold AdamW's moments in pieces (`first.NAME[lo:hi]`), each file
+written by one rank; `state.json` says where the run was; `manifest.json` proves all of it. Everything is
+written into a temporary folder beside it, synced, and renamed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
+import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from andon.checkpoint.listing import checkpoint_path, steps
+from andon.arena import Arena
+from andon.checkpoint import manifest
+from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
+from andon.checkpoint.manifest import Manifest, Record
+from andon.checkpoint.snapshot import weights_digests
+from andon.checkpoint.tensors import At
+from andon.durable import sync
 from andon.errors import UserError
 
 STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row", "data", "config")
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What is saved: tensors by name, and the files that go beside them."""
-
-    step: int
-    weights: Mapping[str, Tensor]
-    moments: Mapping[str, Tensor]
-    state: Mapping[str, Any]
-    files: Mapping[str, str]
+PIECE = re.compile(r"(first|second)\.(.+)\[(\d+):(\d+)\]")
+ReadMoments = Callable[[str, str, int, int], Tensor]
+"""(`first` or `second`, parameter, lo, hi) → those elements."""
 
 
 class Store:
-    """The checkpoints of a run."""
+    """The checkpoints of a run: the newest `keep`, and every `keep_every`-th step (0: none) for ever."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, keep_every: int = 0) -> None:
+        self.folder, self.keep, self.keep_every = folder, keep, keep_every
 
-    def save(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint, then remove those that are no longer kept."""
-        final = checkpoint_path(self.folder, snapshot.step)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with _becoming(final) as temporary:
-                save_file(dict(snapshot.weights), temporary / "model.safetensors", {"format": "pt"})
-                save_file(dict(snapshot.moments), temporary / "optimizer.safetensors", {"format": "pt"})
-                (temporary / "state.json").write_text(
-                    json.dumps(snapshot.state, indent=2) + "\n", encoding="utf-8"
-                )
-                for name, text in snapshot.files.items():
-                    (temporary / name).write_text(text, encoding="utf-8")
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"Checkpoint {snapshot.step} could not be written to {final}",
-                str(error),
-                "Free some space or choose another --run.dir; the earlier checkpoints are intact",
-            ) from error
-        self.prune()
+    def temporary(self, step: int, turn: int) -> Path:
+        """Where a checkpoint is written; each attempt has its own."""
+        return self.folder / f".checkpoint-{step}.{turn}"
+
+    def begin(self, step: int, turn: int) -> None:
+        """Make an empty temporary folder; what earlier attempts left is removed first."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.clean()
+        self.temporary(step, turn).mkdir()
+
+    def publish(self, temporary: Path, files: Mapping[str, Record], units: Mapping[str, str], at: At) -> Path:
+        """The files in a temporary folder are on disk: write the manifest, sync, rename."""
+        final = checkpoint_path(self.folder, int(temporary.name.split(".")[1].removeprefix("checkpoint-")))
+        records = {name: record.fields() for name, record in sorted(files.items())}
+        for name, record in files.items():
+            if (temporary / name).stat().st_size != record.size:
+                raise OSError(f"{name} does not have the {record.size:,} bytes that were written")
+        at("manifest")
+        (temporary / manifest.NAME).write_bytes(manifest.render(step_of(final), records, units))
+        sync(temporary / manifest.NAME)
+        sync(temporary)
+        at("rename")
+        if final.exists():  # damaged, or from a branch that was left: what is saved now takes its place
+            _set_aside(final)
+        temporary.rename(final)
+        at("renamed")
+        sync(self.folder)
         return final
 
-    def prune(self) -> None:
-        """Keep the newest few; also clear away what an interrupted save left."""
-        for step in steps(self.folder)[: -self.keep]:
-            shutil.rmtree(checkpoint_path(self.folder, step))
+    def prune(self, newest: int, at: At = lambda place: None) -> None:
+        """After the checkpoint `newest`: remove those before it that are not kept, and what a kill left."""
+        before = [step for step in steps(self.folder) if step <= newest]
+        for step in before:
+            if step not in kept(before, self.keep, self.keep_every):
+                at("prune")
+                remove(checkpoint_path(self.folder, step))
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove what interrupted saves and removals have left."""
         for leftover in self.folder.glob(".checkpoint-*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # if it stays, the next save tries again
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint: its name goes first, so that a kill leaves no half of it behind."""
+    shutil.rmtree(_set_aside(checkpoint))
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    aside = checkpoint.with_name(f".{checkpoint.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    return checkpoint.rename(aside)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -91,29 +114,67 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def open_moments(folder: Path, parameters: Collection[str]) -> Iterator[Callable[[str], Tensor]]:
-    """A reader of AdamW's moments by name (`first.NAME`, `second.NAME`), checked to fit the parameters."""
-    with reading(folder), safe_open(folder / "optimizer.safetensors", framework="pt") as file:
-        if set(file.keys()) != {f"{kind}.{name}" for kind in ("first", "second") for name in parameters}:
-            raise UserError(
-                f"{folder} does not fit this model",
-                "Its optimizer state names other parameters",
-                "Use the configuration it was saved with, or another --run.dir",
-            )
-        yield file.get_tensor
+def open_moments(folder: Path, known: Manifest, sizes: Mapping[str, int]) -> Iterator[ReadMoments]:
+    """A reader of AdamW's moments by parameter and range, checked to fit parameters of these sizes."""
+    pieces: dict[tuple[str, str], list[tuple[int, int, str, str]]] = defaultdict(list)
+    for file, tensor, _ in known.tensors():
+        if match := PIECE.fullmatch(tensor):
+            kind, name, lo, hi = match[1], match[2], int(match[3]), int(match[4])
+            pieces[kind, name].append((lo, hi, file, tensor))
+    _check_cover(folder, pieces, sizes)
+    with reading(folder), contextlib.ExitStack() as stack:
+        names = {file for found in pieces.values() for _, _, file, _ in found}
+        files = {
+            name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)
+        }
+
+        def read(kind: str, name: str, lo: int, hi: int) -> Tensor:
+            parts = [
+                files[file].get_slice(tensor)[max(lo, start) - start : min(hi, stop) - start]
+                for start, stop, file, tensor in pieces[kind, name]
+                if start < hi and lo < stop
+            ]
+            return torch.cat(parts)
+
+        yield read
+
+
+def _check_cover(
+    folder: Path, pieces: dict[tuple[str, str], list[tuple[int, int, str, str]]], sizes: Mapping[str, int]
+) -> None:
+    wanted = {(kind, name) for kind in ("first", "second") for name in sizes}
+    wrong = "Its optimizer state names other parameters" if pieces.keys() != wanted else ""
+    for (_, name), found in pieces.items():
+        found.sort()
+        ends = [0, *(stop for _, stop, _, _ in found)]
+        if not wrong and ([start for start, *_ in found] != ends[:-1] or ends[-1] != sizes[name]):
+            wrong = f"The optimizer state of {name} does not have its {sizes[name]:,} elements"
+    if wrong:
+        raise UserError(
+            f"{folder} does not fit this model",
+            wrong,
+            "Use the configuration it was saved with, or another --run.dir",
+        )
+
+
+def check_units(folder: Path, units: Mapping[str, str], arena: Arena) -> None:
+    """Refuse weights that are not those all ranks agreed on when they were saved."""
+    found = weights_digests(arena)
+    if wrong := [name for name, digest in found.items() if units.get(name) != digest]:
+        raise _damaged(folder, f"the weights of {', '.join(wrong)} are not those that were saved")
 
 
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Say which checkpoint is damaged, and what to do."""
+    """Say which checkpoint cannot be read, and what to do."""
     try:
         yield
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{folder} is damaged",
-            str(error),
-            f"Remove it (rm -r {folder}): the same command takes the one before",
-        ) from error
+    except (SafetensorError, OSError, manifest.Damaged) as error:
+        raise _damaged(folder, str(error)) from error
+
+
+def _damaged(folder: Path, how: str) -> UserError:
+    return UserError(f"{folder} is damaged", how, f"`andon checkpoint verify {folder}` tells what is wrong")
 
 
 def weights_blake3(parameters: Mapping[str, Tensor]) -> str:
@@ -123,32 +184,3 @@ def weights_blake3(parameters: Mapping[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(parameters[name].detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _becoming(final: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `final` once everything in it has reached the disk."""
-    temporary = final.with_name(f".{final.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        if final.exists():
-            replaced = final.with_name(f".{final.name}.replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        temporary.rename(final)
-        _sync(final.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

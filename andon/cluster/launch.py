@@ -25,7 +25,7 @@ from andon.config import Config, load
 from andon.data.tokens import TokenSet
 from andon.display import Display, show_error
 from andon.errors import UserError
-from andon.metrics import Event, Recorder
+from andon.metrics import Event, Recorder, event
 from andon.plan_view import show_plan
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed
@@ -106,6 +106,8 @@ def _run(
                 folder.begin(config)
             recorder.emit(said)
 
+        for note in folder.notes:
+            recorder.emit(event("note", text=note))
         coordinator = Coordinator(plan, config.workers, on_event, bind or ("127.0.0.1", 0))
         stack.enter_context(contextlib.closing(coordinator))
         if bind:

@@ -8,7 +8,8 @@ import secrets
 from pathlib import Path
 from typing import IO
 
-from andon.checkpoint.listing import newest, step_of
+from andon.checkpoint.listing import checkpoint_path, newest, step_of, steps
+from andon.checkpoint.manifest import Damaged, verify, verify_named
 from andon.config import Config
 from andon.errors import UserError
 from andon.metrics import write_whole
@@ -20,6 +21,8 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock: IO[str] | None = None
+        self.notes: list[str] = []
+        """What a person should know of how the run went on."""
 
     def take(self) -> None:
         """Make the folder and lock it for this process."""
@@ -67,7 +70,7 @@ class RunFolder:
         if resume == "none":
             return None
         if resume == "auto":
-            return newest(self.folder / "checkpoints")
+            return self._newest_good()
         folder = Path(resume)
         found = newest(self.folder / "checkpoints")
         if found and step_of(found) > step_of(folder):
@@ -76,13 +79,31 @@ class RunFolder:
                 f"{folder.name} is older, and its branch would be pruned before the later checkpoints",
                 "Choose another --run.dir for the branch",
             )
-        if not (folder / "state.json").is_file():
+        if verify_named(folder) is None:
             raise UserError(
                 f"{folder} is not a checkpoint",
-                "It has no state.json",
+                "It has no manifest.json",
                 "Name a folder checkpoint-STEP, or use --resume auto",
             )
         return folder
+
+    def _newest_good(self) -> Path | None:
+        """Every byte is verified; what is damaged is named and passed over."""
+        checkpoints = self.folder / "checkpoints"
+        for step in reversed(steps(checkpoints)):
+            found = checkpoint_path(checkpoints, step)
+            try:
+                verify(found)
+                return found
+            except Damaged as error:
+                self.notes.append(f"{found.name} is damaged and passed over: {error}")
+        if self.notes:
+            raise UserError(
+                f"No checkpoint in {checkpoints} is good",
+                "; ".join(self.notes),
+                "Put one back, or start afresh with --resume none",
+            )
+        return None
 
     def begin(self, config: Config) -> None:
         """A run begins or goes on here: keep its configuration, forget how an earlier part of it ended."""

@@ -48,6 +48,8 @@ def run(config: Config, resume: str, console: Console) -> int:
             stack.callback(display.close)
             recorder = stack.enter_context(contextlib.closing(Recorder(config.run.dir, display)))
             emit = recorder.emit
+            for note in folder.notes:
+                emit(event("note", text=note))
         words = [
             word.decode()
             for word in group.all_gather_bytes(f"{os.getpid()} {gethostname()} {found or ''}".encode())

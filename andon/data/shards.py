@@ -38,6 +38,7 @@ from andon.data.sources import (
 from andon.data.stories import stories
 from andon.data.tokenizer import Tokenizer, sample
 from andon.data.tokens import FORMAT, TokenSet
+from andon.durable import sync
 from andon.errors import UserError
 
 SHARD_TOKENS = 128 << 20
@@ -225,21 +226,13 @@ def _temporary(cache: Path) -> Iterator[Path]:
 
 def _publish(fresh: Path, folder: Path) -> None:
     for path in (*fresh.iterdir(), fresh):
-        _sync(path)
+        sync(path)
     try:
         fresh.rename(folder)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise  # those two mean that another process was faster, with the same content
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder.parent)
 
 
 def _remove_stale(cache: Path) -> None:

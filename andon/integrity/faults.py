@@ -3,6 +3,7 @@
 nan:rank=1,step=7[,slot=S][,parameter=NAME]   a gradient element becomes NaN (inf: infinity)
 bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second][,bit=K]   a bit flips after the update
 die:rank=1,step=5[,at=forward|backward|exchange|optimizer]   the process kills itself
+    or, while it saves that step, at=snapshot|write|sync|wrote, and on rank 0 at=manifest|rename|renamed|prune
 stall:rank=1,step=5[,at=…][,seconds=…]   it stands still
 """
 
@@ -31,7 +32,8 @@ KEYS = {
     "die": ("rank", "step", "at"),
     "stall": ("rank", "step", "at", "seconds"),
 }
-PLACES = ("forward", "backward", "exchange", "optimizer")
+SAVE_PLACES = ("snapshot", "write", "sync", "wrote", "manifest", "rename", "renamed", "prune")
+PLACES = ("forward", "backward", "exchange", "optimizer", *SAVE_PLACES)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Fingerprints:
         for index, label in enumerate(self.labels):
             prints = [words[index * WIDTH : (index + 1) * WIDTH] for words in everyone]
             if len(set(prints)) > 1:
-                said.append(f"the {label} differ{_who(prints)}")
+                said.append(f"the {label} differ{who(prints)}")
         return said
 
 
@@ -72,7 +72,8 @@ def cell_sums(buffer: Tensor) -> npt.NDArray[np.int64]:
     return np.asarray(sums.cpu().numpy())
 
 
-def _who(prints: list[bytes]) -> str:
+def who(prints: Sequence[bytes | str]) -> str:
+    """Which rank is wrong, by majority, as the end of a sentence."""
     (common, votes), *_ = Counter(prints).most_common(1)
     if len(prints) < 3 or votes * 2 <= len(prints):
         return " between ranks " + ", ".join(str(rank) for rank in range(len(prints)))

@@ -83,12 +83,15 @@ class AdamW:
             maximize=False,
         )
 
-    def pieces(self) -> Iterator[tuple[str, int, int, int]]:
-        """(name, lo, hi, offset): elements [lo, hi) of a parameter have their moments at `offset`."""
+    def pieces(self, within: Sequence[tuple[int, int]] | None = None) -> Iterator[tuple[str, int, int, int]]:
+        """(name, lo, hi, offset): elements [lo, hi) of a parameter have their moments at `offset`.
+
+        Only those in the ranges `within` of the arena, if given."""
         offset = 0
         for start, stop in self.parts:
-            for piece in self.arena.layout.slices.values():
-                lo, hi = max(start, piece.start), min(stop, piece.stop)
-                if lo < hi:
-                    yield piece.name, lo - piece.start, hi - piece.start, offset + lo - start
+            for first, last in within if within is not None else [(start, stop)]:
+                for piece in self.arena.layout.slices.values():
+                    lo, hi = max(start, first, piece.start), min(stop, last, piece.stop)
+                    if lo < hi:
+                        yield piece.name, lo - piece.start, hi - piece.start, offset + lo - start
             offset += stop - start

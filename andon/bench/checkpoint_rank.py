@@ -1,0 +1,183 @@
+"""One rank of the checkpoint benchmark: `python -m andon.bench.checkpoint_rank TASK` prints its timings."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from blake3 import blake3
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from andon.bench.train_rank import LR, batch
+from andon.checkpoint.saver import Saver
+from andon.checkpoint.snapshot import Snapshot
+from andon.checkpoint.store import Store
+from andon.checkpoint.tensors import CHUNK, as_bytes
+from andon.group import open_group
+from andon.group.torch_dist import StoreRendezvous
+from andon.integrity.faults import Faults
+from andon.model.llama import Llama
+from andon.model.shape import SHAPES
+from andon.parallel import DataParallel
+
+PLAIN_STEPS = 3
+MOST_STEPS = 12  # beside one save: enough for a median
+
+
+class Bench:
+    """One rank: a model that trains, and its saver."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
+        rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=120.0)
+        self.group = open_group("shm" if task["ranks"] > 1 else "local", rendezvous)
+        self.leads, self.folder = self.group.rank == 0, Path(task["folder"])
+        shape = SHAPES[task["preset"]]
+        self.model = Llama(shape)
+        self.model.initialise(1)
+        self.parallel = DataParallel(self.model, self.group, slots=task["ranks"])
+        context = min(task["tokens"], shape.context)
+        self.x, self.y = batch(shape, task["rank"], 1, task["tokens"] // context, context)
+        self.saves: list[float] = []
+        moments = self.parallel.moments_to_save(alone=False)
+        snapshot = Snapshot(self.parallel.arena, moments, self.group.world_size, weights=self.leads)
+        self.saver = Saver(self.group, Store(self.folder, keep=1), snapshot, Faults((), 0), self._tell)
+        self.flats = [self.parallel.arena.weights, *self.parallel.optimizer.moments.values()]
+        self.copies = [flat.clone() for flat in self.flats] if self.leads else []
+        self.bytes = sum(flat.nbytes for flat in self.flats)
+        self.number = 0
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        if kind == "save_failed":
+            raise RuntimeError(fields["reason"])
+        if kind == "checkpoint":
+            self.saves.append(fields["seconds"])
+
+    def step(self) -> float:
+        """One step as in training; its seconds."""
+        started, parallel = time.perf_counter(), self.parallel
+        self.number += 1
+        parallel.backward(self.model(self.x, self.y), parallel.slots[0], self.y.numel())
+        totals = parallel.gradients.finish(False, self.saver.word())
+        self.saver.hear(totals.words)
+        parallel.update(totals, LR, clip=1.0)
+        parallel.compare(self.number, f"{self.number} {LR}")
+        return time.perf_counter() - started
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Rank 0 does something while the others wait; its seconds."""
+        self.group.barrier()
+        started = time.perf_counter()
+        if self.leads:
+            work()
+        seconds = time.perf_counter() - started
+        self.group.barrier()
+        return seconds
+
+    def all_see(self, done: bool) -> bool:
+        """Whether it is done in the eyes of rank 0."""
+        return self.group.all_gather_bytes(b"1" if done else b"")[0] == b"1"
+
+    def copy(self) -> None:
+        """One plain copy of the state."""
+        for flat, copy in zip(self.flats, self.copies, strict=True):
+            copy.copy_(flat)
+
+    def write(self) -> None:
+        """Plain writes of as many bytes, then fsync: what dd does."""
+        path = self.folder / "plain"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for flat in self.flats:
+            data = as_bytes(flat)
+            for start in range(0, len(data), CHUNK):
+                os.write(descriptor, data[start : start + CHUNK])
+        os.fsync(descriptor)
+        os.close(descriptor)
+        path.unlink()
+
+    def beside(self) -> tuple[float, float, float, float]:
+        """A save beside training: stall, the step beside the snapshot, those while writing, seconds."""
+        before = len(self.saves)
+        self.saver.request(self.number, {})
+        with_snapshot = self.step()
+        stall = self.saver.stall
+        writing: list[float] = []
+        while not self.all_see(len(self.saves) > before) and len(writing) < MOST_STEPS:
+            writing.append(self.step())
+        self.saver.finish()
+        return stall, with_snapshot, statistics.median(writing or [with_snapshot]), self.saves[-1]
+
+    def beside_theirs(self) -> tuple[float, float]:
+        """The same with async_save of rank 0: stall, and the steps while it writes."""
+        folder = self.folder / "theirs"
+        futures: list[Future[Any]] = []
+
+        def save() -> None:
+            views = self.parallel.arena.layout.views
+            state = {
+                f"{number}.{name}": view
+                for number, flat in enumerate(self.flats)
+                for name, view in views(flat).items()
+            }
+            future = async_save(state, checkpoint_id=folder, process_group=dist.group.WORLD)
+            assert isinstance(future, Future)
+            futures.append(future)
+
+        stall = self.timed(save)
+        steps = [self.step()]
+        while not self.all_see(all(future.done() for future in futures)) and len(steps) < MOST_STEPS:
+            steps.append(self.step())
+        self.timed(lambda: [future.result() for future in futures])
+        self.timed(lambda: shutil.rmtree(folder))
+        return stall, statistics.median(steps)
+
+    def round(self) -> dict[str, float]:
+        """Everything once."""
+        found: dict[str, float] = {"bytes": self.bytes}
+        found["step"] = statistics.median(self.step() for _ in range(PLAIN_STEPS))
+        found["copy"] = self.timed(self.copy)
+        found["stall"], found["step_snapshot"], found["step_writing"], found["save"] = self.beside()
+        found["async_stall"], found["step_async"] = self.beside_theirs()
+        found["dd"] = self.timed(self.write)
+        self.step()
+        self.saver.save_now(self.number, {})
+        found["idle_save"] = self.saves[-1]
+        seconds = self.timed(lambda: blake3(as_bytes(self.flats[0])).digest())
+        found["hash_gb_s"] = self.flats[0].nbytes / seconds / 1e9 if self.leads else 0.0
+        return found
+
+
+def main(task: dict[str, Any]) -> None:
+    """Measure and print the rounds as JSON."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    bench = Bench(task)
+    if bench.leads:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    bench.step()
+    bench.round()  # to warm up: the first save of either makes its buffers
+    results: dict[str, list[float]] = defaultdict(list)
+    for _ in range(task["repetitions"]):
+        for name, value in bench.round().items():
+            results[name].append(value)
+    if bench.leads:
+        dist.destroy_process_group()
+    bench.saver.close()
+    bench.parallel.close()
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

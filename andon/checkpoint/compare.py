@@ -1,0 +1,61 @@
+"""Comparing two checkpoints tensor by tensor, whatever the number of workers that wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from andon.checkpoint.manifest import Manifest
+from andon.checkpoint.store import PIECE, open_moments, reading
+
+MODEL = "model.safetensors"
+Pair = tuple[Path, Path]
+
+
+def compare(folders: Pair, known: tuple[Manifest, Manifest]) -> Iterator[tuple[str, str]]:
+    """(tensor, how it differs) of every weight and moment; an empty text: it does not."""
+    with ExitStack() as stack:
+        for folder in folders:
+            stack.enter_context(reading(folder))
+        files = [stack.enter_context(safe_open(folder / MODEL, framework="pt")) for folder in folders]
+        names = [each.files[MODEL].tensors for each in known]
+        for name in dict.fromkeys((*names[0], *names[1])):
+            if name not in names[0] or name not in names[1]:
+                yield name, "only in one of them"
+            elif names[0][name][2] == names[1][name][2]:
+                yield name, ""
+            else:
+                yield name, _difference(files[0].get_tensor(name), files[1].get_tensor(name))
+        sizes = [_sizes(each) for each in known]
+        readers = [
+            stack.enter_context(open_moments(folder, each, size))
+            for folder, each, size in zip(folders, known, sizes, strict=True)
+        ]
+        for kind in ("first", "second"):
+            for name in dict.fromkeys((*sizes[0], *sizes[1])):
+                if name not in sizes[0] or name not in sizes[1]:
+                    yield f"{kind}.{name}", "only in one of them"
+                else:
+                    a, b = (
+                        read(kind, name, 0, size[name]) for read, size in zip(readers, sizes, strict=True)
+                    )
+                    yield f"{kind}.{name}", _difference(a, b)
+
+
+def _difference(a: Tensor, b: Tensor) -> str:
+    if a.shape != b.shape:
+        return f"{list(a.shape)} and {list(b.shape)}"
+    return "" if a.numpy().tobytes() == b.numpy().tobytes() else f"{(a - b).abs().max().item():.3g}"
+
+
+def _sizes(known: Manifest) -> dict[str, int]:
+    """The number of elements of each parameter that has moments."""
+    sizes: dict[str, int] = {}
+    for _, tensor, _ in known.tensors():
+        if match := PIECE.fullmatch(tensor):
+            sizes[match[2]] = max(sizes.get(match[2], 0), int(match[4]))
+    return sizes

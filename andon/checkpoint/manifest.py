@@ -1,0 +1,215 @@
+"""The manifest of a checkpoint, and what follows from it: what loads was verified (C-CKPT-001).
+
+`manifest.json` is written last. It holds the *record* of every other file (its size and BLAKE3, and where
+each tensor lies in it with its BLAKE3), the digest of every unit as all ranks agreed on it, and a BLAKE3 of
+itself; it must be, byte for byte, what `render` makes of its content, so that no flipped bit can hide in a
+blank. A checkpoint is *good* when its manifest is, every file has its size, and every byte of it its
+digest. Reading takes constant memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from andon.checkpoint.listing import step_of
+from andon.errors import UserError
+
+NAME = "manifest.json"
+FORMAT = 1
+LONGEST = 256 << 20  # bytes of a manifest
+CHUNK = 4 << 20
+Progress = Callable[[int], None]
+"""Hears how many bytes have been verified since it was last called."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a checkpoint: in which file, in which tensor of it (if in one), and how."""
+
+    file: str
+    tensor: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.file}{f', tensor {self.tensor}' if self.tensor else ''}: {self.how}"
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what was saved."""
+
+    def __init__(self, damage: Damage) -> None:
+        super().__init__(str(damage))
+        self.damage = damage
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a file must be: size, BLAKE3, and (first byte, end, BLAKE3) of each tensor in it."""
+
+    size: int
+    blake3: str
+    tensors: Mapping[str, tuple[int, int, str]] = field(default_factory=dict)
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON."""
+        tensors = {name: list(place) for name, place in self.tensors.items()}
+        return {"size": self.size, "blake3": self.blake3, **({"tensors": tensors} if tensors else {})}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint must be."""
+
+    step: int
+    files: Mapping[str, Record]
+    units: Mapping[str, str]
+    digest: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+    def tensors(self) -> Iterator[tuple[str, str, str]]:
+        """(file, tensor, digest) of every tensor."""
+        for name, file in self.files.items():
+            for tensor, (_, _, digest) in file.tensors.items():
+                yield name, tensor, digest
+
+
+def render(step: int, files: Mapping[str, Any], units: Mapping[str, str]) -> bytes:
+    """The bytes of a manifest."""
+    body = {"format": FORMAT, "step": step, "files": files, "units": units}
+    digest = blake3(json.dumps(body, separators=(",", ":")).encode()).hexdigest()
+    return json.dumps({**body, "blake3": digest}, indent=1).encode() + b"\n"
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, checked in itself; or `Damaged`."""
+    path = folder / NAME
+    try:
+        if path.stat().st_size > LONGEST:
+            raise _damaged(NAME, f"{path.stat().st_size:,} bytes are too long")
+        data = path.read_bytes()
+    except OSError as error:
+        raise _damaged(NAME, error.strerror or str(error)) from None
+    try:
+        body = json.loads(data)
+        said = body.pop("blake3")
+        whole = render(body["step"], body["files"], body["units"])
+        if body["format"] != FORMAT or whole != data:
+            raise ValueError("it is not what was written")
+        files = {name: _file(name, fields) for name, fields in body["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(NAME, f"{type(error).__name__}: {error}") from None
+    return Manifest(body["step"], files, body["units"], said)
+
+
+def _file(name: str, fields: Mapping[str, Any]) -> Record:
+    if name != Path(name).name or "\\" in name or name in (NAME, ".", ".."):
+        raise ValueError(f"{name!r} is no name of a file")
+    size, at = fields["size"], 0
+    places: dict[str, tuple[int, int, str]] = {}
+    for tensor, (lo, hi, digest) in fields.get("tensors", {}).items():
+        if not at <= lo <= hi <= size:
+            raise ValueError(f"{tensor!r} cannot lie at {lo} to {hi} in {name}")
+        places[tensor] = (lo, hi, str(digest))
+        at = hi
+    if not isinstance(size, int) or size < 0:
+        raise ValueError(f"{name} cannot have {size!r} bytes")
+    return Record(size, str(fields["blake3"]), places)
+
+
+def find_damage(
+    folder: Path, progress: Progress = lambda count: None, sizes_only: bool = False
+) -> Iterator[Damage]:
+    """Everything that is wrong with a checkpoint, as it is found; nothing: it is good.
+
+    `sizes_only`: look at the manifest and the files' sizes, and read none of them."""
+    try:
+        manifest = read(folder)
+    except Damaged as error:
+        yield error.damage
+        return
+    if step_of(folder) not in (-1, manifest.step):
+        yield Damage(NAME, "", f"it is the manifest of checkpoint-{manifest.step}")
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in manifest.files:
+            yield Damage(path.name, "", "the manifest does not know it")
+    for name, file in manifest.files.items():
+        try:
+            yield from _damage_of(folder / name, file, progress, sizes_only)
+        except OSError as error:
+            yield Damage(name, "", error.strerror or str(error))
+
+
+def _damage_of(path: Path, expected: Record, progress: Progress, sizes_only: bool) -> Iterator[Damage]:
+    with open(path, "rb", buffering=0) as file:
+        size = path.stat().st_size
+        if size != expected.size:
+            cut = (tensor for tensor, (_, end, _) in expected.tensors.items() if end > size)
+            yield Damage(path.name, next(cut, ""), f"it has {size:,} bytes, not {expected.size:,}")
+        if size != expected.size or sizes_only:
+            return
+        whole, buffer, at, found = blake3(), memoryview(bytearray(CHUNK)), 0, False
+        for tensor, start, end, digest in _regions(expected):
+            part = blake3()
+            while at < end:
+                count = file.readinto(buffer[: min(CHUNK, end - at)]) or 0
+                if not count:
+                    yield Damage(path.name, tensor, f"it ends after {at:,} bytes")
+                    return
+                whole.update(buffer[:count])
+                if tensor:
+                    part.update(buffer[:count])
+                at += count
+                progress(count)
+            if tensor and part.hexdigest() != digest:
+                found = True
+                yield Damage(path.name, tensor, f"bytes {start:,} to {end:,} are not what was saved")
+        if whole.hexdigest() != expected.blake3 and not found:
+            place = "its header is" if expected.tensors else "its bytes are"
+            yield Damage(path.name, "", f"{place} not what was saved")
+
+
+def _regions(file: Record) -> Iterator[tuple[str, int, int, str]]:
+    """(tensor or nothing, start, end, digest): the whole file from its first byte to its last."""
+    at = 0
+    for tensor, (lo, hi, digest) in file.tensors.items():
+        if at < lo:
+            yield "", at, lo, ""
+        yield tensor, lo, hi, digest
+        at = hi
+    if at < file.size:
+        yield "", at, file.size, ""
+
+
+def verify(folder: Path, progress: Progress = lambda count: None) -> Manifest:
+    """Verify every byte of a checkpoint; its manifest, or `Damaged` with the first thing that is wrong."""
+    for damage in find_damage(folder, progress):
+        raise Damaged(damage)
+    return read(folder)
+
+
+def verify_named(folder: Path) -> Manifest | None:
+    """Verify a checkpoint that was asked for by name, or refuse it; None: it is none of Andon's."""
+    if not (folder / NAME).exists() and not (folder / "state.json").exists():
+        return None
+    try:
+        return verify(folder)
+    except Damaged as error:
+        raise UserError(
+            f"{folder} is damaged",
+            str(error),
+            f"Use another one: `andon checkpoint ls {folder.parent}` shows which are good",
+        ) from error
+
+
+def _damaged(file: str, how: str) -> Damaged:
+    return Damaged(Damage(file, "", how))

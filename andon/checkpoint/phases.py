@@ -1,0 +1,143 @@
+"""The save protocol as a state machine: no clock, no file, no thread of its own.
+
+    training → requested → synced → writing → complete → training
+
+A save is *requested* on every rank at the same step. Each rank copies aside what it will write and *acks*
+with the digests of its weights, one per unit. Once every rank has acked with equal digests the ranks are
+*synced*, and each begins *writing* its files. Once every rank *wrote*, rank 0 publishes the checkpoint and
+the save is *complete*. Acks are counted by distinct rank, and each names its *turn* (the number of the
+request), so that neither a repeated ack nor a late one of an earlier save can pass for another.
+
+A rank that fails says so instead of its ack; the save is *aborted*, which is to say back to training with
+the reason kept, when all ranks have reported (so that none still writes), and at once when digests differ,
+a rank is lost or the deadline has passed. Every rank runs this machine on the same words in the same order,
+so that all are in the same phase at the same step.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+Digests = tuple[str, ...]
+
+
+class Phase(StrEnum):
+    """Where a save is."""
+
+    TRAINING = "training"
+    REQUESTED = "requested"
+    SYNCED = "synced"
+    WRITING = "writing"
+    COMPLETE = "complete"
+
+
+class Save:
+    """The save of a group of ranks; `seconds` is the longest that it may take."""
+
+    def __init__(self, world_size: int, seconds: float) -> None:
+        self.world_size, self.seconds = world_size, seconds
+        self.phase = Phase.TRAINING
+        self.turn = 0
+        self.step = 0
+        self.reason = ""
+        """Why the last save was aborted; empty if it was not."""
+        self.differing: tuple[int, ...] = ()
+        """Which of the digests differed between the ranks, if that was the reason."""
+        self.acks: dict[int, Digests] = {}
+        self.failures: dict[int, str] = {}
+        self._wrote: set[int] = set()
+        self._deadline: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a save is on its way."""
+        return self.phase is not Phase.TRAINING
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks that have not reported in this phase."""
+        if self.phase not in (Phase.REQUESTED, Phase.WRITING):
+            return []
+        reported = self.failures.keys() | (self.acks.keys() if self.phase is Phase.REQUESTED else self._wrote)
+        return [rank for rank in range(self.world_size) if rank not in reported]
+
+    @property
+    def all_wrote(self) -> bool:
+        """Whether every rank's files are on disk, so that rank 0 may publish."""
+        return self.phase is Phase.WRITING and len(self._wrote) == self.world_size
+
+    def request(self, step: int) -> bool:
+        """Begin to save a step; False: a save is on its way, and this one is refused."""
+        if self.running:
+            return False
+        self.phase, self.step, self.turn = Phase.REQUESTED, step, self.turn + 1
+        self.reason, self.differing, self._deadline = "", (), None
+        self.acks, self.failures, self._wrote = {}, {}, set()
+        return True
+
+    def ack(self, rank: int, turn: int, digests: Digests) -> None:
+        """A rank has copied its part aside and tells the digests of its weights."""
+        if self._counts(rank, turn, Phase.REQUESTED):
+            self.acks[rank] = digests
+            self._settle()
+
+    def begin_writing(self) -> None:
+        """Every rank begins, once all are synced."""
+        assert self.phase is Phase.SYNCED, self.phase
+        self.phase = Phase.WRITING
+
+    def wrote(self, rank: int, turn: int) -> None:
+        """A rank's files are on disk."""
+        if self._counts(rank, turn, Phase.WRITING):
+            self._wrote.add(rank)
+            self._settle()
+
+    def fail(self, rank: int, turn: int, reason: str) -> None:
+        """A rank could not do its part; rank 0 says so too when it could not publish."""
+        if turn != self.turn or self.phase not in (Phase.REQUESTED, Phase.WRITING):
+            return
+        if self.all_wrote and rank == 0:
+            self.abort(f"rank {rank}: {reason}")
+        elif rank in self.awaited:
+            self.failures[rank] = reason
+            self._settle()
+
+    def complete(self, turn: int) -> None:
+        """Rank 0 has published the checkpoint."""
+        if self.all_wrote and turn == self.turn:
+            self.phase = Phase.COMPLETE
+
+    def resume(self) -> None:
+        """Everyone knows that it is complete."""
+        assert self.phase is Phase.COMPLETE, self.phase
+        self.phase = Phase.TRAINING
+
+    def look(self, now: float) -> None:
+        """Give up a save whose time is over; it begins with the first look."""
+        if self._deadline is None:
+            self._deadline = now + self.seconds
+        if now > self._deadline and self.running and self.phase is not Phase.COMPLETE:
+            late = ", ".join(map(str, self.awaited)) or "0"
+            self.abort(f"rank {late} did not finish {self.phase} within {self.seconds:g} s")
+
+    def abort(self, reason: str) -> None:
+        """Back to training; what was being saved is given up. Once complete there is nothing to give up."""
+        if self.running and self.phase is not Phase.COMPLETE:
+            self.phase, self.reason = Phase.TRAINING, reason
+
+    def _counts(self, rank: int, turn: int, phase: Phase) -> bool:
+        return turn == self.turn and self.phase is phase and rank in self.awaited
+
+    def _settle(self) -> None:
+        """Once every rank has reported: go on, or give up."""
+        if self.awaited:
+            return
+        if self.failures:
+            self.abort("; ".join(f"rank {rank}: {why}" for rank, why in sorted(self.failures.items())))
+        elif self.phase is Phase.REQUESTED:
+            columns = list(zip(*(self.acks[rank] for rank in range(self.world_size)), strict=True))
+            self.differing = tuple(index for index, column in enumerate(columns) if len(set(column)) > 1)
+            if self.differing:
+                self.abort("the ranks hold different weights")
+            else:
+                self.phase = Phase.SYNCED

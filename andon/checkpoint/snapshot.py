@@ -1,0 +1,73 @@
+"""A snapshot: what one rank will write, copied aside while training goes on.
+
+Rank 0 writes the weights; the moments are shared out among the ranks (`first.NAME[lo:hi]`: elements lo to
+hi of a parameter, flattened). Nothing that is copied here changes before the next optimizer step, so that a
+thread can copy it beside the next forward and backward. The buffers stay for the next time. The digests of
+the weights are taken in the same go: of the copy where there is one, and elsewhere of the weights
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from andon.arena import Arena, Layout
+from andon.checkpoint.tensors import At, tensor_blake3
+
+
+class Snapshot:
+    """The part of one rank: some of the moments, which lie in `shards` files, and on one rank the weights."""
+
+    def __init__(self, arena: Arena, moments: Mapping[str, Tensor], shards: int, weights: bool) -> None:
+        self.arena, self.sources, self.shards = arena, moments, shards
+        self.weights: dict[str, Tensor] = {}
+        self.moments: Mapping[str, Tensor] = {}
+        self.digests: dict[str, str] = {}
+        """BLAKE3 of each weight."""
+        self._with_weights = weights
+
+    @torch.no_grad()
+    def take(self, at: At) -> tuple[str, ...]:
+        """Copy everything; the digest of each unit's weights."""
+        if not self.weights and self._with_weights:
+            self.weights = self.arena.layout.views(torch.empty(self.arena.layout.size))
+        if not self.moments and self.sources:
+            self.moments = _like(self.sources)
+        for name, source in self.arena.layout.views(self.arena.weights).items():
+            at("snapshot")
+            if self._with_weights:
+                source = self.weights[name].copy_(source)
+            self.digests[name] = tensor_blake3(source.cpu())
+        for name, source in self.sources.items():
+            at("snapshot")
+            self.moments[name].copy_(source)
+        return unit_digests(self.arena.layout, self.digests)
+
+
+def unit_digests(layout: Layout, digests: Mapping[str, str]) -> tuple[str, ...]:
+    """The digest of each unit: BLAKE3 over its parameters' names and digests."""
+    texts = (
+        "".join(f"{piece.name} {digests[piece.name]}\n" for piece in unit.slices) for unit in layout.units
+    )
+    return tuple(blake3(text.encode()).hexdigest() for text in texts)
+
+
+def weights_digests(arena: Arena) -> dict[str, str]:
+    """The digest of each unit of the weights as they are, by its name."""
+    views = arena.layout.views(arena.weights)
+    found = unit_digests(arena.layout, {name: tensor_blake3(view.cpu()) for name, view in views.items()})
+    return {unit.name: digest for unit, digest in zip(arena.layout.units, found, strict=True)}
+
+
+def _like(sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Room for copies, in one buffer."""
+    flat = torch.empty(sum(source.numel() for source in sources.values()))
+    found, start = {}, 0
+    for name, source in sources.items():
+        found[name] = flat[start : start + source.numel()]
+        start += source.numel()
+    return found

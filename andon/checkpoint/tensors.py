@@ -1,0 +1,93 @@
+"""Writing files so that every byte is hashed on its way to the disk, once, in pieces.
+
+The tensor files are safetensors: eight bytes with the length of a JSON header, the header (padded to eight
+bytes), then the tensors one after another. What is known of a file afterwards is its *record*
+(`andon.checkpoint.manifest`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from torch import Tensor
+
+from andon.checkpoint.manifest import Record
+
+CHUNK = 8 << 20
+DTYPE = "F32"
+At = Callable[[str], None]
+"""Called at each place of a save that a fault or a cancellation may strike; it raises to stop the work."""
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in this machine's memory, without a copy."""
+    data: memoryview = tensor.detach().numpy().reshape(-1).view(np.uint8).data
+    return data
+
+
+def tensor_blake3(tensor: Tensor) -> str:
+    """BLAKE3 of a tensor's bytes."""
+    return blake3(as_bytes(tensor)).hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, str], at: At) -> Record:
+    """Write a safetensors file and wait until it is on disk; `known` are digests already computed."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPE, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    places: dict[str, tuple[int, int, str]] = {}
+    with _Sink(path, at) as sink:
+        sink.write(memoryview(len(text).to_bytes(8, "little") + text))
+        for name, tensor in tensors.items():
+            start, data = sink.size, as_bytes(tensor)
+            digest = None if name in known else blake3()
+            for lo in range(0, len(data), CHUNK):
+                piece = data[lo : lo + CHUNK]
+                if digest is not None:
+                    digest.update(piece)
+                sink.write(piece)
+            places[name] = (start, sink.size, known[name] if digest is None else digest.hexdigest())
+    return Record(sink.size, sink.digest.hexdigest(), places)
+
+
+def write_text(path: Path, text: str, at: At) -> Record:
+    """Write a small file and wait until it is on disk."""
+    with _Sink(path, at) as sink:
+        sink.write(memoryview(text.encode()))
+    return Record(sink.size, sink.digest.hexdigest())
+
+
+class _Sink:
+    """A file that is being written."""
+
+    def __init__(self, path: Path, at: At) -> None:
+        self.digest, self.size, self._at = blake3(), 0, at
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def write(self, data: memoryview) -> None:
+        self.digest.update(data)
+        self.size += len(data)
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        self._at("write")
+
+    def __enter__(self) -> _Sink:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._at("sync")
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)

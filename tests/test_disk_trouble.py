@@ -1,0 +1,164 @@
+"""A disk that is full, read-only or gone: said at once, the last good checkpoint intact, training goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from andon.checkpoint.listing import checkpoint_path, steps
+from andon.checkpoint.manifest import Manifest, verify
+from andon.errors import UserError
+from andon.metrics import Event, Recorder, event, read
+from andon.trainer import Trainer
+from tests.runs import SMALL, andon, events
+from tests.saving import STEPS, newest_good, quick_config, run_alone
+from tests.training import small_tokens
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_tokens(tmp_path_factory.mktemp("cache"))
+
+
+def mount(*arguments: str) -> None:
+    if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(["mount", *arguments]).returncode:
+        pytest.skip("cannot mount here")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A disk of 700 KB, or of the size given: room for one checkpoint of the small model, not for two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", f"size={getattr(request, 'param', '700k')}", "tmpfs", str(folder))
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def names(events: list[Event], kind: str) -> list[int]:
+    return [said["step"] for said in events if said["event"] == kind]
+
+
+@pytest.mark.parametrize("small_disk", ["1200k"], indirect=True)
+def test_a_full_disk_is_reported_tried_again_and_training_goes_on(
+    tmp_path: Path, tokens: Path, small_disk: Path
+) -> None:
+    ballast = small_disk / "ballast"
+
+    def fill_then_free(said: Event, trainer: Trainer) -> None:
+        if said["event"] == "checkpoint" and said["step"] == 2:
+            ballast.write_bytes(bytes(400 << 10))
+        if said["event"] == "save_failed" and not said["again"]:
+            assert "No space left on device" in said["reason"]
+            verify(checkpoint_path(small_disk / "checkpoints", 2))
+            ballast.unlink()
+
+    config = quick_config(small_disk, checkpoint__keep=1)
+    digest, heard = run_alone(tokens, config, fill_then_free)
+    assert names(heard, "save_failed") == [4, 4] and names(heard, "checkpoint") == [2, 6]
+    assert names(heard, "step") == list(range(1, STEPS + 1))
+    assert digest == run_alone(tokens, quick_config(tmp_path / "whole"))[0]
+    assert steps(small_disk / "checkpoints") == [6] and newest_good(small_disk)[1] == []
+
+
+@pytest.mark.parametrize("small_disk", ["1200k"], indirect=True)
+def test_what_failed_is_saved_at_the_second_attempt_as_it_was(
+    tmp_path: Path, tokens: Path, small_disk: Path
+) -> None:
+    ballast = small_disk / "ballast"
+
+    def fill_then_free(said: Event, trainer: Trainer) -> None:
+        if said["event"] == "checkpoint" and said["step"] == 2:
+            ballast.write_bytes(bytes(400 << 10))
+        if said["event"] == "save_failed" and said["again"]:
+            ballast.unlink()
+        if said["event"] == "checkpoint" and said["step"] == 4:
+            kept.append(verify(checkpoint_path(small_disk / "checkpoints", 4)))
+
+    kept: list[Manifest] = []
+    config = quick_config(small_disk, checkpoint__keep=1, train__steps=8)
+    _, heard = run_alone(tokens, config, fill_then_free)
+    assert names(heard, "save_failed") == [4] and names(heard, "checkpoint") == [2, 4, 6, 8]
+    run_alone(tokens, quick_config(tmp_path / "whole", train__steps=8))
+    assert kept[0].units == verify(checkpoint_path(tmp_path / "whole" / "checkpoints", 4)).units
+
+
+def test_a_full_disk_stops_the_run_where_that_is_configured(
+    tmp_path: Path, tokens: Path, small_disk: Path
+) -> None:
+    heard: list[Event] = []
+    config = quick_config(small_disk, checkpoint__on_failure="stop", train__steps=40, checkpoint__every=2)
+
+    def listen(said: Event, trainer: Trainer) -> None:
+        heard.append(said)
+
+    with pytest.raises(UserError, match=r"could not be written(.|\n)*No space left on device"):
+        run_alone(tokens, config, listen)
+    assert names(heard, "save_failed") == [4, 4] and max(names(heard, "step")) < 10
+    verify(checkpoint_path(small_disk / "checkpoints", 2))
+
+
+def test_a_full_disk_under_the_whole_command_stops_nothing_but_the_last_save(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    options = ["--checkpoint.every=4", "--train.steps=12", "--workers=2", f"--run.dir={small_disk}/run"]
+    code, output = andon("train", *SMALL, *options, cwd=tmp_path)
+    assert code == 1 and "Checkpoint 12 could not be written" in output and "No space left" in output, output
+    run = small_disk / "run"
+    assert names(events(run, "save_failed"), "save_failed")[:2] == [8, 8]
+    assert names(events(run, "step"), "step") == list(range(1, 13))
+    assert steps(run / "checkpoints") == [4]
+    verify(checkpoint_path(run / "checkpoints", 4))
+
+
+def test_a_read_only_folder_is_reported_and_training_goes_on(tmp_path: Path, tokens: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+
+    def close_then_open(said: Event, trainer: Trainer) -> None:
+        if said["event"] == "checkpoint" and said["step"] == 2:
+            mount("--bind", str(checkpoints), str(checkpoints))
+            mount("-o", "remount,bind,ro", str(checkpoints))
+        if said["event"] == "save_failed" and not said["again"]:
+            assert "Read-only file system" in said["reason"]
+            verify(checkpoint_path(checkpoints, 2))
+            subprocess.run(["umount", str(checkpoints)], check=True)
+
+    _, heard = run_alone(tokens, quick_config(tmp_path / "run"), close_then_open)
+    assert names(heard, "save_failed") == [4, 4] and names(heard, "checkpoint") == [2, 6]
+
+
+def test_a_folder_that_is_removed_is_made_again_and_that_is_said(tmp_path: Path, tokens: Path) -> None:
+    run = tmp_path / "run"
+
+    def remove(said: Event, trainer: Trainer) -> None:
+        if said["event"] == "checkpoint" and said["step"] == 2:
+            shutil.rmtree(run)
+
+    _, heard = run_alone(tokens, quick_config(run), remove)
+    assert names(heard, "checkpoint") == [2, 4, 6]
+    assert [said["text"] for said in heard if said["event"] == "note"] == [
+        f"{run / 'checkpoints'} was gone and has been made again"
+    ]
+    assert newest_good(run)[0] == checkpoint_path(run / "checkpoints", 6)
+
+
+def test_events_wait_in_memory_while_the_disk_is_full(small_disk: Path) -> None:
+    heard: list[Event] = []
+    recorder = Recorder(small_disk / "run", heard.append)
+    ballast = small_disk / "ballast"
+    with pytest.raises(OSError, match="No space left"):
+        ballast.write_bytes(bytes(1 << 20))
+    for number in range(200):
+        recorder.emit(event("step", step=number, text="x" * 100))
+    assert [said["text"] for said in heard if said["event"] == "note"] == [
+        f"Events wait in memory: No space left on device ({small_disk / 'run'})"
+    ]
+    ballast.unlink()
+    recorder.emit(event("step", step=200))
+    recorder.close()
+    assert names(list(read(small_disk / "run")), "step") == list(range(201))
