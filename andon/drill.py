@@ -89,7 +89,9 @@ def drill(transport: str, console: Console) -> int:
 def _rehearse(rehearsal: Rehearsal, transport: str) -> bool:
     with tempfile.TemporaryDirectory(prefix="andon-drill-") as folder:
         run = Path(folder) / "run"
-        options = (f"--run.dir={run}", f"--group.transport={transport}", f"--fault={rehearsal.fault}")
+        options = [f"--run.dir={run}", f"--group.transport={transport}", f"--fault={rehearsal.fault}"]
+        if "buffer=" in rehearsal.fault:
+            options.append("--zero.policy=off")  # so that every rank has the whole optimizer state
         command = [sys.executable, "-m", "andon", "train", *SMALL, *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         file = run / "halt.json"

@@ -68,13 +68,14 @@ class DataParallel:
         self.gradients.backward(loss, slot, tokens)
 
     def step(self, lr: float, clip: float = 1.0) -> Totals:
-        """End a step: agree with all ranks, halt if something is wrong, update, and compare what came out."""
+        """End a step: agree with all ranks, halt if something is wrong, and only then update."""
         step = self.steps_done + 1
+        prints = self.fingerprints.take(f"{step} {lr} {clip}")
         totals = self.gradients.finish()
+        self.compare(step, prints)
         if not totals.sound:
             raise JidokaHalt(step, totals.complaint)
         self.update(totals, lr, clip)
-        self.compare(step, f"{step} {lr} {clip}")
         self.steps_done = step
         return totals
 
@@ -89,9 +90,9 @@ class DataParallel:
         for unit, bounds in zip(self.arena.layout.units, self.ownership.bounds or (), strict=False):
             self.group.all_gather(self.arena.weights[unit.start : unit.stop], bounds)
 
-    def compare(self, step: int, facts: str) -> None:
+    def compare(self, step: int, prints: bytes) -> None:
         """Halt on every rank if any rank holds other bits than it should (C-DDP-001)."""
-        self.fingerprints.compare(step, facts)
+        self.fingerprints.compare(step, prints)
         if self.ownership.replicas > 1:
             owned = sum(stop - start for start, stop in self.own)
             moments = self.optimizer.moments.values()

@@ -63,11 +63,12 @@ class Trainer:
         """The checkpoint that training goes on from."""
 
     def train_step(self, stop: bool = False, saver: Saver | None = None) -> tuple[Totals, dict[str, float]]:
-        """One step: slots, exchange, verdict, update, proof. No weight changes before all ranks agree.
+        """One step: slots, exchange, proof, verdict, update. No weight changes before all ranks agree.
 
         A save that runs beside it speaks with the words of the exchange."""
         step, clock = self.step + 1, Clock()
         self.faults.at("forward", step)
+        self.faults.flip(step, self.arena.layout, self.parallel.state)
         for slot in self.gradients.slots:
             x, y = self.batch(step, slot)
             with self.autocast():
@@ -76,17 +77,17 @@ class Trainer:
             self.gradients.backward(loss, slot, y.numel())
         clock.lap("compute_ms")
         self.faults.at("exchange", step)
+        prints = self.parallel.fingerprints.take(self.facts(step))  # beside what is left of the exchange
+        clock.lap("fingerprint_ms")
         totals = self.gradients.finish(stop, saver.word() if saver else None)
         if saver:
             saver.hear(totals.words)
+        self.parallel.compare(step, prints)
         clock.lap("exchange_ms")
         if self.halt_unless_sound(step, totals):
             self.faults.at("optimizer", step)
             self.parallel.update(totals, self.learning_rate(step), self.config.optim.clip)
         clock.lap("optimizer_ms")
-        self.faults.flip(step, self.arena.layout, self.parallel.state)
-        self.parallel.compare(step, self.facts(step))
-        clock.lap("fingerprint_ms")
         self.step, self.last_loss = step, totals.loss
         self.tokens_seen += totals.tokens
         return totals, clock.laps

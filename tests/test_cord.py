@@ -54,9 +54,11 @@ def clean_digests(group: Group, tokens: Path) -> list[str]:
     return found
 
 
-def run_to_halt(group: Group, tokens: Path, faults: tuple[str, ...]) -> tuple[dict[str, Any], str]:
+def run_to_halt(
+    group: Group, tokens: Path, faults: tuple[str, ...], policy: str = "auto"
+) -> tuple[dict[str, Any], str]:
     """Train with faults until the line stops: what the halt says, and the digest of what is left."""
-    trainer = make_trainer(group, tokens, small_config(fault=faults))
+    trainer = make_trainer(group, tokens, small_config(fault=faults, zero__policy=policy))
     try:
         for _ in range(STEPS):
             trainer.train_step()
@@ -67,8 +69,10 @@ def run_to_halt(group: Group, tokens: Path, faults: tuple[str, ...]) -> tuple[di
     raise AssertionError(f"{faults} did not halt")
 
 
-def many_halts(group: Group, tokens: Path, cases: list[tuple[str, ...]]) -> list[tuple[dict[str, Any], str]]:
-    return [run_to_halt(group, tokens, faults) for faults in cases]
+def many_halts(
+    group: Group, tokens: Path, cases: list[tuple[str, ...]], policy: str = "auto"
+) -> list[tuple[dict[str, Any], str]]:
+    return [run_to_halt(group, tokens, faults, policy) for faults in cases]
 
 
 Expected = tuple[int, int, str, str]
@@ -101,16 +105,17 @@ def inject(transport: str, size: int, tokens: Path, count: int, seed: int) -> No
                 assert left == clean[step - 1], (rank, faults)
 
 
-def flip(transport: str, size: int, tokens: Path, count: int, seed: int) -> None:
+def flip(transport: str, size: int, tokens: Path, count: int, seed: int, policy: str) -> None:
     chance = random.Random(f"{seed} {transport} {size}")
     units = ["lm_head", "model.norm", "model.layers.0", "model.layers.1", "model.embed_tokens"]
     cases = []
     for _ in range(count):
         case = (chance.randrange(size), chance.randint(1, STEPS), chance.choice(units))
-        cases.append((*case, chance.choice(["weights", "first", "second"]), chance.randrange(32 * 32)))
+        buffers = ["weights"] if policy == "even" else ["weights", "first", "second"]
+        cases.append((*case, chance.choice(buffers), chance.randrange(32 * 32)))
     texts = [(f"bitflip:rank={r},step={s},unit={u},buffer={b},bit={k}",) for r, s, u, b, k in cases]
     with World(transport, size) as world:
-        results = world.run(many_halts, tokens, texts, deadline=30 + 3 * count)
+        results = world.run(many_halts, tokens, texts, policy, deadline=30 + 3 * count)
     for halts in results:
         for (rank, step, unit, buffer, _), (said, _) in zip(cases, halts, strict=True):
             assert said["step"] == step and not said["sound"]
@@ -123,9 +128,12 @@ def test_a_bad_gradient_halts_before_the_update_and_is_named(transport: str, siz
     inject(transport, size, tokens, count=4, seed=SEED)
 
 
-@pytest.mark.parametrize(("transport", "size"), [("torch", 2), ("torch", 3)])
-def test_a_flipped_bit_is_found_in_the_same_step(transport: str, size: int, tokens: Path) -> None:
-    flip(transport, size, tokens, count=8, seed=SEED)
+@pytest.mark.parametrize("policy", ["off", "even"])
+@pytest.mark.parametrize(("transport", "size"), [("torch", 2), ("shm", 3)])
+def test_a_flipped_bit_is_found_in_the_same_step(
+    transport: str, size: int, policy: str, tokens: Path
+) -> None:
+    flip(transport, size, tokens, count=6, seed=SEED, policy=policy)
 
 
 @pytest.mark.soak
@@ -135,9 +143,10 @@ def test_many_bad_gradients(transport: str, size: int, tokens: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("policy", ["off", "even"])
 @pytest.mark.parametrize(("transport", "size"), [("torch", 2), ("shm", 2), ("shm", 3), ("star", 3)])
-def test_many_flipped_bits(transport: str, size: int, tokens: Path) -> None:
-    flip(transport, size, tokens, count=-(-COUNT // 4), seed=SEED)
+def test_many_flipped_bits(transport: str, size: int, policy: str, tokens: Path) -> None:
+    flip(transport, size, tokens, count=-(-COUNT // 4), seed=SEED, policy=policy)
 
 
 def clean_steps(group: Group, tokens: Path, count: int) -> int:

@@ -60,18 +60,18 @@ def test_plan_needs_no_torch_and_shows_what_settings_would_change(tmp_path: Path
         "from andon.cli import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "optimizer 256 MB" in done.stdout and "--zero.policy even" in done.stdout
+    assert "optimizer 128 MB" in done.stdout and "--zero.policy off" in done.stdout
 
 
 def test_plan_as_json_counts_what_zero_saves(tmp_path: Path) -> None:
     code, output = andon("plan", "--model.preset=30m", "--workers=4", "--json", cwd=tmp_path)
     assert code == 0, output
     plan = json.loads(output)
-    even = next(row for row in plan["changes"] if row["keys"] == {
-        "workers": 4, "zero.policy": "even", "zero.replicas": 1
+    off = next(row for row in plan["changes"] if row["keys"] == {
+        "workers": 4, "zero.policy": "off", "zero.replicas": 1
     })  # fmt: skip
-    assert plan["memory"]["optimizer"] - even["memory"]["optimizer"] == 6 * plan["parameters"]
-    assert plan["sent"] == even["sent"] == 6 * plan["parameters"]
+    assert off["memory"]["optimizer"] - plan["memory"]["optimizer"] == 6 * plan["parameters"]
+    assert plan["sent"] == off["sent"] == 6 * plan["parameters"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PSS is a figure of Linux")

@@ -70,10 +70,11 @@ class Bench:
         started, parallel = time.perf_counter(), self.parallel
         self.number += 1
         parallel.backward(self.model(self.x, self.y), parallel.slots[0], self.y.numel())
+        prints = parallel.fingerprints.take(f"{self.number} {LR}")
         totals = parallel.gradients.finish(False, self.saver.word())
         self.saver.hear(totals.words)
+        parallel.compare(self.number, prints)
         parallel.update(totals, LR, clip=1.0)
-        parallel.compare(self.number, f"{self.number} {LR}")
         return time.perf_counter() - started
 
     def timed(self, work: Callable[[], object]) -> float:

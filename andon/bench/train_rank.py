@@ -49,14 +49,15 @@ class AndonStep:
         clock.append(time.perf_counter())
         parallel.backward(loss, parallel.slots[0], y.numel())
         clock.append(time.perf_counter())
+        prints = parallel.fingerprints.take(f"{step} {LR}") if self.checks else b""
+        clock.append(time.perf_counter())
         totals = parallel.gradients.finish()
+        if self.checks:
+            parallel.compare(step, prints)
         clock.append(time.perf_counter())
         parallel.update(totals, LR, clip=1.0)
         clock.append(time.perf_counter())
-        if self.checks:
-            parallel.compare(step, f"{step} {LR}")
-        clock.append(time.perf_counter())
-        names = ("forward", "backward", "exchange_after_backward", "optimizer", "fingerprints")
+        names = ("forward", "backward", "fingerprints", "exchange_after_backward", "optimizer")
         phases = {name: end - start for name, (start, end) in zip(names, pairwise(clock), strict=True)}
         return {**phases, "exchange": parallel.gradients.exchange_seconds}
 

@@ -1,7 +1,7 @@
 """Faults on purpose: what tests and drills do to a run, written as `kind:key=value,…`.
 
 nan:rank=1,step=7[,slot=S][,parameter=NAME]   a gradient element becomes NaN (inf: infinity)
-bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second][,bit=K]   a bit flips after the update
+bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second][,bit=K]   a bit flips before forward
 die:rank=1,step=5[,at=forward|backward|exchange|optimizer]   the process kills itself
     or, while it saves that step, at=snapshot|write|sync|wrote, and on rank 0 at=manifest|rename|renamed|prune
 stall:rank=1,step=5[,at=…][,seconds=…]   it stands still
@@ -117,7 +117,7 @@ class Faults:
                 gradient.view(-1)[gradient.numel() // 2] = float(fault.kind)
 
     def flip(self, step: int, layout: Layout, buffers: Mapping[str, Tensor]) -> None:
-        """Flip a bit of the state, if that is to happen after this step."""
+        """Flip a bit of the state, if that is to happen in this step."""
         for fault in self.mine:
             if fault.kind != "bitflip" or fault.step != step:
                 continue

@@ -1,4 +1,7 @@
-"""Fingerprints: after every step all ranks compare what they hold in common (C-DDP-001, F-DP-001).
+"""Fingerprints: in every step all ranks compare what they hold in common (C-DDP-001, F-DP-001).
+
+They do so before they update it: what differs then has not yet spread. With ZeRO a flipped bit in the part
+that a rank owns would otherwise become everyone's weight with the next gather, and be the same everywhere.
 
 Each *cell* of a buffer (1,024 floats) is read as 512 integers of 64 bits and summed, so that any flipped bit
 changes its cell; a unit's fingerprint is a hash of its cell sums. One pass at the speed of memory. With the
@@ -32,14 +35,18 @@ class Fingerprints:
         units = arena.layout.units
         self.labels = ["facts of the step", *(f"{name} of {unit.name}" for name in buffers for unit in units)]
 
-    def compare(self, step: int, facts: str) -> None:
-        """Halt on every rank if any rank holds other bits; names unit and, by majority, rank."""
+    def take(self, facts: str) -> bytes:
+        """This rank's fingerprints, and that of the facts of the step."""
         prints = [blake3(facts.encode()).digest(WIDTH)]
         for buffer in self.buffers.values():
             sums = cell_sums(buffer)
             for unit in self.arena.layout.units:
                 prints.append(blake3(sums[unit.start // CELL : unit.stop // CELL].tobytes()).digest(WIDTH))
-        everyone = self.group.all_gather_bytes(b"".join(prints))
+        return b"".join(prints)
+
+    def compare(self, step: int, mine: bytes) -> None:
+        """Halt on every rank if any rank holds other bits; names unit and, by majority, rank."""
+        everyone = self.group.all_gather_bytes(mine)
         if all(words == everyone[0] for words in everyone):
             return
         raise JidokaHalt(step, "; ".join(self._differences(everyone)), sound=False)
