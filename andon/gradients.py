@@ -27,6 +27,7 @@ from andon.group.base import Group
 from andon.optim.zero import Ownership
 from andon.order import Fold, plan
 
+LARGEST = 1e37
 OnGradient = Callable[[int, str, Tensor], None]
 """Called with the slot, the parameter's name and its fresh gradient."""
 
@@ -81,7 +82,9 @@ class Gradients:
         self._losses: dict[int, tuple[Tensor, int]] = {}
         self._bad: list[str] = []
         self._broken = False
-        self.check_finite = True
+        self._scatters = ownership.shared and ownership.replicas == 1
+        self.looks_ahead = not (self._scatters and group.keeps_rows)
+        """Whether to look at contributions before the reduce, because they could not be looked at later."""
         self._sums: list[list[Tensor]] = [[] for _ in arena.layout.units]
         """The sums of this step's gradients: a value that is not finite makes its sum so."""
         self.exchange_seconds = 0.0
@@ -153,14 +156,38 @@ class Gradients:
         everyone = [json.loads(word) for word in words]
         slots = sorted(record for _, _, records, _ in everyone for record in records)
         tokens = sum(count for _, _, count in slots)
+        norm = self._norm() / max(1, tokens)
+        bad = [(rank, unit) for rank, (_, units, *_) in enumerate(everyone) for unit in units]
         return Totals(
             loss=sum(loss for _, loss, _ in slots) / max(1, tokens),
             tokens=tokens,
-            norm=self._norm() / max(1, tokens),
+            norm=norm,
             stop=any(wanted for wanted, *_ in everyone),
-            bad_units=tuple((rank, unit) for rank, (_, bad, *_) in enumerate(everyone) for unit in bad),
+            bad_units=tuple(bad if self.looks_ahead or math.isfinite(norm) else self._look_back()),
             words=tuple(said for *_, said in everyone),
         )
+
+    def _look_back(self) -> list[tuple[int, str]]:
+        """Whose contribution to which unit was not finite, told from the rows that the reduce left alone.
+
+        An owner cannot see its own part of its first row any more: if its sum there is bad and nobody else's
+        part is, it was its own."""
+        rank, units = self.group.rank, self.arena.layout.units
+        rows = self.rows[: len(self.order.nodes[rank])]
+        bad, sums = [], []
+        for owner in range(self.group.world_size):
+            for unit, (lo, hi) in enumerate(self.ownership.spans(owner)):
+                if not _is_finite(rows[1 if owner == rank else 0 :, lo:hi]):
+                    bad.append((unit, owner))
+                if owner == rank and not _is_finite(self.total[lo:hi]):
+                    sums.append(unit)
+        words = self.group.all_gather_bytes(json.dumps([bad, sums]).encode())
+        everyone = [json.loads(word) for word in words]
+        blamed = {(who, unit) for who, (found, _) in enumerate(everyone) for unit, _ in found}
+        known = {(unit, owner) for found, _ in everyone for unit, owner in found}
+        for owner, (_, found) in enumerate(everyone):
+            blamed |= {(owner, unit) for unit in found if (unit, owner) not in known}
+        return [(who, units[unit].name) for who, unit in sorted(blamed)]
 
     def inspect(self, loss: Tensor, slot: int, look: Callable[[str, Tensor], None]) -> None:
         """Backward of one slot again, only to look at each parameter's gradient."""
@@ -204,13 +231,13 @@ class Gradients:
         for into, other in merges:
             rows[into].add_(rows[other])
         mine = rows[: max(1, len(self.order.nodes[self.group.rank]))]
-        if self.check_finite and not (_all_finite(self._sums[index]) or bool(torch.isfinite(mine).all())):
+        if self._sums[index] and not (_all_finite(self._sums[index]) or _is_finite(mine)):
             self._bad.append(unit.name)
         started = time.perf_counter()
-        if self.ownership.bounds is None or self.ownership.replicas > 1:
-            self.group.all_reduce(mine, self.order)
-        else:
+        if self._scatters and self.ownership.bounds:
             self.group.reduce_scatter(mine, self.ownership.bounds[index], self.order)
+        else:
+            self.group.all_reduce(mine, self.order)
         self.exchange_seconds += time.perf_counter() - started
         lo, hi, at = self._spans[index]
         norms = self._cells[at : at + (hi - lo) // CELL]
@@ -241,7 +268,7 @@ class Backward:
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = None
-        if self.gradients.check_finite:
+        if self.gradients.looks_ahead:
             self.gradients._sums[unit].append(view.sum())  # while the cache still holds it
         self.missing[unit].discard(name)
         self._send_ready()
@@ -272,6 +299,11 @@ def _buffers(arena: Arena, group: Group, rows: int) -> Tensor:
     if arena.device.type == "cpu":
         return group.allocate(rows, arena.layout.size)
     return torch.zeros(rows, arena.layout.size, device=arena.device)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether every value is finite, and far from where a sum of several would not be."""
+    return not values.numel() or bool(values.abs().amax() < LARGEST)
 
 
 def _all_finite(sums: list[Tensor]) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from andon.errors import UserError
 from andon.group.base import Group
@@ -147,6 +148,37 @@ def test_many_bad_gradients(transport: str, size: int, tokens: Path) -> None:
 @pytest.mark.parametrize(("transport", "size"), [("torch", 2), ("shm", 2), ("shm", 3), ("star", 3)])
 def test_many_flipped_bits(transport: str, size: int, policy: str, tokens: Path) -> None:
     flip(transport, size, tokens, count=-(-COUNT // 4), seed=SEED, policy=policy)
+
+
+def passing_fault(group: Group, tokens: Path, culprit: int, at: int) -> dict[str, Any]:
+    """One element of a gradient is bad, but not when it is computed again: what the halt says."""
+    trainer = make_trainer(group, tokens, small_config())
+    seen = []
+
+    def spoil(slot: int, name: str, gradient: torch.Tensor) -> None:
+        if group.rank == culprit and name == "lm_head.weight" and not seen:
+            gradient.view(-1)[at] = float("nan")
+            seen.append(slot)
+
+    trainer.gradients.on_gradient = spoil
+    try:
+        trainer.train_step()
+    except JidokaHalt as halt:
+        return halt.fields()
+    finally:
+        trainer.gradients.close()
+    raise AssertionError("nothing halted")
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_a_fault_that_passes_is_still_blamed_on_its_rank(transport: str, tokens: Path) -> None:
+    with World(transport, 3) as world:
+        for culprit in range(3):
+            for at in (0, -1):  # in a part that one rank owns, and in one that another does
+                for said in world.run(passing_fault, tokens, culprit, at):
+                    assert said["cause"] == f"rank {culprit} computed a bad gradient of lm_head"
+                    (found,) = said["findings"]
+                    assert (found["rank"], found["unit"], found["slot"]) == (culprit, "lm_head", None)
 
 
 def clean_steps(group: Group, tokens: Path, count: int) -> int:

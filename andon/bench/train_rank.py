@@ -35,12 +35,12 @@ def batch(shape: Shape, rank: int, step: int, windows: int, context: int) -> tup
 
 
 class AndonStep:
-    """Andon's step, one slot per rank; `checks` are the finiteness of contributions and the fingerprints."""
+    """Andon's step, one slot per rank; `checks` are looks at contributions and the fingerprints."""
 
     def __init__(self, model: Llama, parallel: DataParallel, checks: bool) -> None:
         self.model, self.parallel, self.checks = model, parallel, checks
         if not checks:
-            parallel.gradients.check_finite = False
+            parallel.gradients.looks_ahead = False
 
     def __call__(self, x: Tensor, y: Tensor, step: int) -> dict[str, float]:
         """Do one step; how long each phase took."""

@@ -68,6 +68,8 @@ class Group(ABC):
     world_size: int
     bytes_sent: int = 0
     """Payload that this rank has sent; in shared memory, what it moved between its own and others'."""
+    keeps_rows: bool = False
+    """Whether a reduce-scatter leaves everyone's rows as they were, but for their own part of the first."""
 
     @abstractmethod
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:

@@ -76,6 +76,8 @@ class Call:
 class ShmGroup(Group):
     """The ranks of one machine."""
 
+    keeps_rows = True
+
     def __init__(
         self, rank: int, processes: Sequence[int], first: Segment, timeout: float, wire: Wire
     ) -> None:
@@ -299,17 +301,19 @@ class ShmGroup(Group):
     def _sum(self, chunks: Iterable[Chunk], order: Order) -> None:
         adds, leaves = order.adds, len(order.leaves)
         for chunk in chunks:
-            total = chunk[leaves]
-            if self._exact(total.dtype) and adds:
-                for into, other in adds[:-1]:
-                    chunk[into].add_(chunk[other])
-                torch.add(chunk[adds[-1][0]], chunk[adds[-1][1]], out=total)
-            elif self._exact(total.dtype):
-                total.copy_(chunk[0])
+            values, total = list(chunk[:leaves]), chunk[leaves]
+            if not self._exact(total.dtype):
+                values = [leaf.bfloat16().float() for leaf in values]
+                order.add_up(values)
+                total.copy_(values[0].bfloat16())
             else:
-                terms = [leaf.bfloat16().float() for leaf in chunk[:leaves]]
-                order.add_up(terms)
-                total.copy_(terms[0].bfloat16())
+                # Partial sums go aside: rows are left as they were, to be looked at if the sum is not finite.
+                for into, other in adds[:-1]:
+                    values[into] = values[into] + values[other]
+                if adds:
+                    torch.add(values[adds[-1][0]], values[adds[-1][1]], out=total)
+                else:
+                    total.copy_(values[0])
             for row in chunk[leaves + 1 :]:
                 row.copy_(total)
 
