@@ -153,7 +153,7 @@ def test_many_flipped_bits(transport: str, size: int, policy: str, tokens: Path)
 def passing_fault(group: Group, tokens: Path, culprit: int, at: int) -> dict[str, Any]:
     """One element of a gradient is bad, but not when it is computed again: what the halt says."""
     trainer = make_trainer(group, tokens, small_config())
-    seen = []
+    seen: list[int] = []
 
     def spoil(slot: int, name: str, gradient: torch.Tensor) -> None:
         if group.rank == culprit and name == "lm_head.weight" and not seen:
