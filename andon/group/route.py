@@ -19,7 +19,7 @@ from andon.group import serial
 Span = tuple[int, int]
 """From this element to that one."""
 
-PIECE: Final = 1 << 17
+PIECE: Final = 1 << 18
 """Elements (of f32) that are moved and added at once."""
 STRETCH: Final = 2
 """Pieces in a stretch."""

@@ -32,7 +32,7 @@ from andon.order import Order, plan_ranges
 
 LONGEST_ANNOUNCEMENT: Final = 1 << 20
 MOST_SLOTS: Final = 1 << 20
-WINDOW: Final = 4
+WINDOW: Final = 2
 KINDS: Final = {
     "all-reduce": ("float32", "bf16"),
     "reduce-scatter": ("float32", "bf16"),
