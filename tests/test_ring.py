@@ -162,7 +162,8 @@ def test_different_operations_are_refused_everywhere() -> None:
         lengths = [10, 10, 11]
         errors = everyone(groups, lambda group: group.all_reduce(torch.ones(lengths[group.rank])))
         assert all(isinstance(error, ProtocolError) for error in errors)
-        assert len({str(error) for error in errors}) == 1
+        # Rank 0 hears of it from rank 2, and rank 2 from rank 1, at the same time: either is told first.
+        assert all("rank 2" in str(error) or "rank 1" in str(error) for error in errors)
         with pytest.raises(ProtocolError):
             groups[0].barrier()
 
