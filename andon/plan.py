@@ -22,7 +22,7 @@ from andon.optim.shards import MOMENT_BYTES, ShardMap
 from andon.order import Order
 from andon.order import plan as plan_order
 
-PROGRAM: Final = 255_000_000
+PROGRAM: Final = 184_000_000
 """Python, torch, Andon and the math library's buffers: pages of a process's own."""
 LIBRARIES: Final = 110_000_000
 """Pages of libraries in use, which all workers of a machine share."""

@@ -49,6 +49,7 @@ class Trainer:
         self.model.initialise(config.seed)
         self.model.to(device)
         if train.compile:
+            torch.use_deterministic_algorithms(True)  # of the compiler, too
             self.model.compile_blocks()
         self.faults = Faults(config.fault, group.rank)
         settings = Settings(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
