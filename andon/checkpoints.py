@@ -129,6 +129,12 @@ def _damages(checkpoint: Path, console: Console) -> list[Damage]:
 
 
 def _verified(checkpoint: Path, console: Console) -> Manifest:
+    if step_of(checkpoint) < 0:
+        raise UserError(
+            f"{checkpoint} is not one checkpoint",
+            "Two checkpoints are compared, not two runs",
+            f"Name one of those that `andon checkpoint ls {checkpoint}` shows",
+        )
     (checkpoint,) = find(checkpoint)
     if damages := _damages(checkpoint, console):
         raise UserError(

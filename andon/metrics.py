@@ -13,6 +13,7 @@ import errno
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,9 +38,14 @@ class Recorder:
         cut_last_line(folder / "metrics.jsonl")
         self._file = open(folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115 (closed by close)
         self._unwritten = b""
+        self._turn = threading.RLock()  # workers speak at the same time, and listeners may speak again
 
     def emit(self, said: Event) -> None:
         """Record one event; while the disk is full, events wait in memory."""
+        with self._turn:
+            self._emit(said)
+
+    def _emit(self, said: Event) -> None:
         waiting = len(self._unwritten) > 0
         self._unwritten += as_json(said).encode() + b"\n"
         try:

@@ -66,7 +66,7 @@ class Run:
             self._loop(stop_wanted)
         except JidokaHalt as halt:
             self.emit(event("halt", **halt.fields(), data=self.trainer.tokens.digest))
-            self._save_before_leaving(halt.sound and self.trainer.step > 0)
+            self._save_before_leaving(halt)
             raise
         finally:
             self.saver.close()
@@ -110,13 +110,15 @@ class Run:
             if self.saver.failure:
                 raise self.saver.failure
 
-    def _save_before_leaving(self, sound: bool) -> None:
+    def _save_before_leaving(self, halt: JidokaHalt) -> None:
         """Keep the last committed step; the halt is what matters, so that a failure is only noted."""
         try:
-            if sound:
+            if halt.sound and self.trainer.step:
                 self.save(wait=True)
-            else:
-                self.saver.finish()  # an earlier step, which the ranks have compared
+            if not halt.sound:
+                # What differs now may have been copied already; a save of an earlier step was compared since.
+                self.saver.give_up(halt.step - 1, halt.cause)
+                self.saver.finish()
         except (UserError, GroupError) as error:
             self.emit(event("note", text=str(error)))
 

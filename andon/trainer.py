@@ -60,6 +60,7 @@ class Trainer:
         self.faults.check(self.gradients.order, self.arena.layout, self.parallel.state)
         self.step = self.skipped = self.skips = self.tokens_seen = 0
         self.last_loss = float("nan")
+        self._beside = self._read_beside()
         self.resumed: Path | None = None
         """The checkpoint that training goes on from."""
 
@@ -166,8 +167,7 @@ class Trainer:
         }
         return {
             "state.json": json.dumps(state, indent=2) + "\n",
-            "config.json": json.dumps(to_hub(config.shape, self.tokens.tokenizer().end), indent=2) + "\n",
-            **self._tokenizer_files(),
+            **self._beside,
         }
 
     def resume(self, folder: Path) -> None:
@@ -205,9 +205,12 @@ class Trainer:
             with open_moments(folder, known, sizes) as moments:
                 yield Reader((state, dict(known.units)), moments)
 
-    def _tokenizer_files(self) -> dict[str, str]:
+    def _read_beside(self) -> dict[str, str]:
+        """What Hugging Face needs besides the weights; read once, for the cache may be gone when we save."""
+        config = json.dumps(to_hub(self.config.shape, self.tokens.tokenizer().end), indent=2) + "\n"
         names = ("tokenizer.json", "tokenizer_config.json")
-        return {name: (self.tokens.folder / name).read_text(encoding="utf-8") for name in names}
+        texts = {name: (self.tokens.folder / name).read_text(encoding="utf-8") for name in names}
+        return {"config.json": config, **texts}
 
     def _poison(self, slot: int, name: str, gradient: Tensor) -> None:
         self.faults.poison(self.step + 1, slot, self.gradients.slots[0], name, gradient)
@@ -250,6 +253,12 @@ def check_resumable(folder: Path, state: dict[str, Any], config: Config, tokens:
     before, now = state["config"], config.model_dump(mode="json")
     pairs = {
         "seed": (before["seed"], now["seed"]),
+        "data.validation": (before["data"]["validation"], now["data"]["validation"]),
+        **{
+            f"model.{key}": (old, now["model"].get(key))
+            for key, old in before["model"].items()
+            if key != "preset" and old is not None
+        },
         **{
             f"train.{key}": (before["train"][key], now["train"][key])
             for key in ("slots", "micro_batch", "context")
@@ -258,8 +267,8 @@ def check_resumable(folder: Path, state: dict[str, Any], config: Config, tokens:
     changed = [f"{key} {old} → {new}" for key, (old, new) in pairs.items() if old != new]
     if changed:
         raise UserError(
-            f"{folder} was trained with another batch: {', '.join(changed)}",
-            "Some samples would be seen twice and others never",
+            f"{folder} was trained with other settings: {', '.join(changed)}",
+            "It would go on with another model, or see some samples twice and others never",
             "Keep these, choose another --run.dir, or start afresh with --resume none",
         )
 

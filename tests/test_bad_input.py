@@ -72,7 +72,7 @@ def test_a_checkpoint_of_another_shape_is_refused_and_stays_as_it_was(tmp_path: 
     weights = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "model.safetensors"
     before = weights.read_bytes()
     output = refused("--train.steps=4", "--model.hidden=64", "--model.intermediate=64", cwd=tmp_path)
-    assert "does not fit this model" in output
+    assert "was trained with other settings: model." in output
     assert weights.read_bytes() == before
 
 

@@ -25,6 +25,7 @@ from andon.integrity.faults import SAVE_PLACES
 from andon.integrity.halt import JidokaHalt
 from andon.metrics import Event
 from andon.run import Run
+from tests import runs
 from tests.group_harness import World
 from tests.saving import STEPS, newest_good, quick_config, run_alone, run_to_end
 from tests.training import make_trainer, small_tokens
@@ -383,3 +384,13 @@ def test_ranks_without_a_common_folder_save_and_resume_through_rank_0(
     assert len(list((tmp_path / "machine-0").glob("checkpoints/checkpoint-2/optimizer*"))) == 1
     with World("torch", 2) as world:
         assert world.run(in_own_folder, tokens, tmp_path, True) == [answer] * 2
+
+
+def test_a_halt_publishes_nothing_that_was_copied_from_what_differs(tmp_path: Path) -> None:
+    options = ("--workers=2", "--zero.policy=off", "--checkpoint.every=3")
+    clean = runs.train(*options, cwd=tmp_path, name="clean")
+    fault = "--fault=bitflip:rank=0,step=4,buffer=second,bit=29"
+    code, output = runs.andon("train", *runs.SMALL, "--run.dir=run", *options, fault, cwd=tmp_path)
+    assert code == 3, output
+    assert not (tmp_path / "run" / "checkpoints" / "checkpoint-3").exists()
+    assert runs.train(*options, cwd=tmp_path)["weights_blake3"] == clean["weights_blake3"]

@@ -17,7 +17,7 @@ def steps(folder: Path) -> list[int]:
     """The steps that have a checkpoint, ascending."""
     if not folder.is_dir():
         return []
-    names = (NAME.fullmatch(entry.name) for entry in folder.iterdir())
+    names = (NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
     return sorted(int(match[1]) for match in names if match)
 
 

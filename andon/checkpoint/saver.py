@@ -205,6 +205,14 @@ class Saver:
         elif self.leads:
             self.store.clean()
 
+    def give_up(self, step: int, reason: str) -> None:
+        """Drop the save of a step, if it is on its way: what it copied is in doubt. All ranks do so alike."""
+        if self._save.running and self._save.step == step:
+            self._cancel.set()
+            self._save.abort(reason)
+            self._task = None
+            self.tell("save_failed", step=step, reason=reason, folder=str(self.store.folder), again=False)
+
     def finish(self) -> None:
         """Wait with all ranks until no save is on its way."""
         started = time.perf_counter()

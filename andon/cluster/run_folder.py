@@ -57,7 +57,7 @@ class RunFolder:
 
     def move_aside(self) -> Path | None:
         """If a run was here, rename its folder, so that a fresh one can begin; gives the new name."""
-        if not (self.folder / "metrics.jsonl").exists():
+        if not (self.folder / "metrics.jsonl").exists() and not newest(self.folder / "checkpoints"):
             return None
         number = 1
         while (aside := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
