@@ -44,19 +44,21 @@ def names(events: list[Event], kind: str) -> list[int]:
     return [said["step"] for said in events if said["event"] == kind]
 
 
+def fill_after_step_2(disk: Path, said: Event) -> None:
+    if said["event"] == "checkpoint" and said["step"] == 2:
+        (disk / "ballast").write_bytes(bytes(400 << 10))
+
+
 @pytest.mark.parametrize("small_disk", ["1200k"], indirect=True)
 def test_a_full_disk_is_reported_tried_again_and_training_goes_on(
     tmp_path: Path, tokens: Path, small_disk: Path
 ) -> None:
-    ballast = small_disk / "ballast"
-
     def fill_then_free(said: Event, trainer: Trainer) -> None:
-        if said["event"] == "checkpoint" and said["step"] == 2:
-            ballast.write_bytes(bytes(400 << 10))
+        fill_after_step_2(small_disk, said)
         if said["event"] == "save_failed" and not said["again"]:
             assert "No space left on device" in said["reason"]
             verify(checkpoint_path(small_disk / "checkpoints", 2))
-            ballast.unlink()
+            (small_disk / "ballast").unlink()
 
     config = quick_config(small_disk, checkpoint__keep=1)
     digest, heard = run_alone(tokens, config, fill_then_free)
@@ -70,13 +72,10 @@ def test_a_full_disk_is_reported_tried_again_and_training_goes_on(
 def test_what_failed_is_saved_at_the_second_attempt_as_it_was(
     tmp_path: Path, tokens: Path, small_disk: Path
 ) -> None:
-    ballast = small_disk / "ballast"
-
     def fill_then_free(said: Event, trainer: Trainer) -> None:
-        if said["event"] == "checkpoint" and said["step"] == 2:
-            ballast.write_bytes(bytes(400 << 10))
+        fill_after_step_2(small_disk, said)
         if said["event"] == "save_failed" and said["again"]:
-            ballast.unlink()
+            (small_disk / "ballast").unlink()
         if said["event"] == "checkpoint" and said["step"] == 4:
             kept.append(verify(checkpoint_path(small_disk / "checkpoints", 4)))
 

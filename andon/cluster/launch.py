@@ -21,7 +21,8 @@ from andon.cluster.coordinator import Coordinator
 from andon.cluster.prepare import prepare_tokens
 from andon.cluster.run_folder import RunFolder, read_mark
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
-from andon.config import Config, load
+from andon.config import Config
+from andon.configure import load
 from andon.data.tokens import TokenSet
 from andon.display import Display, show_error
 from andon.errors import UserError

@@ -20,7 +20,8 @@ from andon.cluster.launch import run_folder
 from andon.cluster.prepare import prepare_tokens
 from andon.cluster.session import open_configured, settle, train
 from andon.cluster.worker import EXIT_HALTED
-from andon.config import Config, build
+from andon.config import Config
+from andon.configure import build
 from andon.display import Display
 from andon.group.base import Group
 from andon.group.torch_dist import StoreRendezvous, TorchGroup
