@@ -15,7 +15,7 @@ from andon.checkpoint.manifest import Manifest, verify
 from andon.errors import UserError
 from andon.metrics import Event, Recorder, event, read
 from andon.trainer import Trainer
-from tests.runs import SMALL, andon, events
+from tests.runs import SMALL, andon, events, finish, start, summary, wait_for_step
 from tests.saving import STEPS, newest_good, quick_config, run_alone
 from tests.training import small_tokens
 
@@ -144,6 +144,31 @@ def test_a_folder_that_is_removed_is_made_again_and_that_is_said(tmp_path: Path,
         f"{run / 'checkpoints'} was gone and has been made again"
     ]
     assert newest_good(run)[0] == checkpoint_path(run / "checkpoints", 6)
+
+
+def test_a_run_whose_folder_is_removed_goes_on_in_a_new_one(tmp_path: Path) -> None:
+    options = ["--train.steps=30", "--workers=2", "--checkpoint.every=5", "--run.dir=run"]
+    process = start("train", *SMALL, *options, "--fault=stall:rank=1,step=9,seconds=2", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 8, process)
+    shutil.rmtree(tmp_path / "run")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "was gone" in output
+    assert summary(tmp_path / "run")["step"] == 30 and newest_good(tmp_path / "run")[1] == []
+    assert names(list(read(tmp_path / "run")), "step")[-1] == 30
+
+
+def test_a_halt_on_a_full_disk_is_told_all_the_same(tmp_path: Path, small_disk: Path) -> None:
+    options = ["--workers=2", "--checkpoint.every=0", f"--run.dir={small_disk / 'run'}"]
+    faults = ["--fault=stall:rank=1,step=5,seconds=2", "--fault=nan:rank=1,step=6"]
+    process = start("train", *SMALL, *options, *faults, cwd=tmp_path)
+    wait_for_step(small_disk / "run", 4, process)
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "ballast").write_bytes(bytes(1 << 20))
+    output = finish(process)
+    assert "Events wait in memory" in output and "THE LINE STOPPED at step 6" in output, output
+    assert "was lost" not in output, output
+    assert process.returncode == 3 and "events cannot be written" in output, output
 
 
 def test_events_wait_in_memory_while_the_disk_is_full(small_disk: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 
@@ -11,6 +12,9 @@ from andon.group.star_server import StarServer
 
 def main(host: str, world_size: int, timeout: float) -> None:
     """Say where I listen, then serve until the workers are gone."""
+    # A batch system signals every process; the workers need this one until they have saved.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     server = StarServer((host, 0), world_size, timeout)
     print(*server.address, flush=True)
     threading.Thread(target=_end_with_input, daemon=True).start()

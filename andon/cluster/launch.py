@@ -123,9 +123,10 @@ def _run(
             workers = stack.enter_context(Workers(config, coordinator.address, log))
             started.append(workers)
             code = workers.wait()
-    if coordinator.failures:
-        show_error(console, coordinator.failures[0])
-        return EXIT_USER_ERROR
+    failures = coordinator.failures + ([recorder.failure] if recorder.failure else [])
+    if failures:
+        show_error(console, failures[0])
+        return code if code == EXIT_HALTED else EXIT_USER_ERROR
     if code not in (0, EXIT_HALTED):
         raise UserError(
             f"{workers.first_failure if not bind else 'A worker'} ended the run",
