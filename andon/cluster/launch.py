@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -137,8 +138,8 @@ def _run(
 
 
 @contextlib.contextmanager
-def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int] | None]:
-    """For `star`: the process that sums the gradients, for as long as the run lasts."""
+def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int, str] | None]:
+    """For `star`: the process that sums the gradients, for as long as the run lasts; host, port, token."""
     if config.group.transport != "star":
         yield None
         return
@@ -153,8 +154,10 @@ def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int] | Non
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None
+    token = secrets.token_hex(16)
     try:
+        print(token, file=process.stdin, flush=True)
         words = process.stdout.readline().split()
         if len(words) != 2:
             raise UserError(
@@ -162,10 +165,11 @@ def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int] | Non
                 f"It ended with {process.wait()}",
                 "Try --group.transport ring",
             )
-        yield words[0], int(words[1])
+        yield words[0], int(words[1]), token
     finally:
         process.kill()
         process.wait()
+        process.stdin.close()
         process.stdout.close()
 
 

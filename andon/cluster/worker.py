@@ -144,7 +144,7 @@ def _work(config: Config, tokens: TokenSet, plan: dict[str, Any], membership: Me
 def _reachable(server: list[Any] | None, membership: Membership) -> list[Any] | None:
     """The gradient server's address; one that listens everywhere is where the coordinator is."""
     if server and server[0] in ("0.0.0.0", "::"):
-        return [membership.control.link.socket.getpeername()[0], server[1]]
+        return [membership.control.link.socket.getpeername()[0], *server[1:]]
     return server
 
 
