@@ -82,7 +82,7 @@ def make_plan(config: Config) -> Plan:
         weights=weight_bytes(config) * shape.parameters,
         gradients=4 * shape.parameters * rows,
         optimizer=(MOMENT_BYTES + master_bytes(config)) * owned(config),
-        activations=round(ALLOCATOR * live_activations(shape, config.train.micro_batch)),
+        activations=round(ALLOCATOR * (live_activations(shape, config.train.micro_batch) + widened(config))),
         exchange=exchange_buffers(config),
     )
     tokens = config.tokens_per_step
@@ -97,6 +97,13 @@ def weight_bytes(config: Config) -> int:
 def master_bytes(config: Config) -> int:
     """Bytes of a weight that AdamW keeps in f32 because the model's is rounded."""
     return 4 if config.train.weights == "bf16" else 0
+
+
+def widened(config: Config) -> int:
+    """The largest bf16 weight as f32: a CPU computes with one such copy at a time."""
+    if config.train.weights == "f32" or config.device == "cuda":
+        return 0
+    return 4 * config.shape.hidden * max(config.shape.vocab, config.shape.intermediate)
 
 
 def live_activations(shape: Shape, windows: int) -> int:

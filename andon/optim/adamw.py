@@ -34,10 +34,17 @@ class AdamW:
         size = sum(stop - start for start, stop in parts)
         self.moments = {"first": arena.zeros(size), "second": arena.zeros(size)}
         if arena.weights.dtype != torch.float32:
-            weights = [arena.weights[start:stop].float() for start, stop in parts]
-            self.moments["master"] = torch.cat([arena.zeros(0), *weights])
+            self.moments["master"] = self._own(arena.weights, arena.zeros(size))
         self.steps_done = 0
         self._matrices, self._vectors = self._split()
+
+    def _own(self, flat: Tensor, into: Tensor) -> Tensor:
+        """The parts of a flat buffer, one after another."""
+        at = 0
+        for start, stop in self.parts:
+            into[at : at + stop - start].copy_(flat[start:stop])
+            at += stop - start
+        return into
 
     def _split(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """(start, stop, offset in the moments) of the parts' matrices and of the rest."""
