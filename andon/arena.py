@@ -2,14 +2,17 @@
 
 A *unit* is what is exchanged as one: each transformer block, the embedding, the final norm, the LM head. A
 unit is a contiguous range; units lie in the order in which backward finishes them. Units start on a *cell*
-(1,024 elements, the grain of norms, fingerprints and shards), tensors on 64 bytes. Inside a unit the
+(1,024 elements, the grain of norms, fingerprints and shards), tensors on 64 bytes of f32. Inside a unit the
 matrices come first, so that weight decay, which spares vectors, sees two ranges per unit and not one per
 parameter. The gaps between tensors stay zero for ever.
+
+Weights are f32 or bf16, as the model's parameters are; the layout is counted in elements and does not depend
+on it. Gradients are f32 in either case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +113,7 @@ def backward_order(model: nn.Module) -> list[tuple[str, list[tuple[str, Tensor]]
 
 
 class Arena:
-    """A model's weights in one buffer. `allocate` chooses where buffers live (shared memory, a GPU)."""
+    """A model's weights in one buffer. `allocate` chooses where its floats live (shared memory, a GPU)."""
 
     def __init__(self, model: nn.Module, allocate: Callable[[int], Tensor] | None = None) -> None:
         self.layout = Layout(backward_order(model))
@@ -118,18 +121,27 @@ class Arena:
         assert self.parameters.keys() == self.layout.slices.keys()
         first = next(iter(self.parameters.values()))
         self.device = first.device
-        self.weights = (allocate or self.zeros)(self.layout.size)
+        dtype = _common_dtype(self.parameters)
+        self.weights = (allocate or self.zeros)(self.layout.size * dtype.itemsize // 4).view(dtype)
         for name, parameter in self.parameters.items():
-            if parameter.dtype != torch.float32:
-                raise ValueError(f"{name} is {parameter.dtype}; the arena holds float32 master weights")
             view = self.layout.view(self.weights, name)
             view.copy_(parameter.data)
-            parameter.data = view
+            parameter.data, parameter.grad = view, None
+            parameter.grad_dtype = torch.float32
             give_room(parameter, None)
 
     def zeros(self, size: int) -> Tensor:
-        """A flat buffer beside the weights."""
+        """A flat buffer of floats beside the weights."""
         return torch.zeros(size, dtype=torch.float32, device=self.device)
+
+
+def _common_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype of all parameters; two of them, or one that AdamW has no master for, are refused."""
+    by_dtype = {parameter.dtype: name for name, parameter in parameters.items()}
+    if len(by_dtype) > 1 or not by_dtype.keys() <= {torch.float32, torch.bfloat16}:
+        found = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+        raise ValueError(f"{found}; all trained parameters must be float32, or all bfloat16")
+    return next(iter(by_dtype))
 
 
 def give_room(parameter: nn.Parameter, room: Tensor | None) -> None:

@@ -192,7 +192,7 @@ def drill(
 
     Faults can also be given to `andon train` as --fault kind:key=value,… (repeatable):
     nan|inf:rank=1,step=7[,slot=S][,parameter=NAME] ·
-    bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second][,bit=K] ·
+    bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second|master][,bit=K] ·
     die|stall:rank=1,step=5[,at=forward|backward|exchange|optimizer][,seconds=N]
     (while that step is saved: at=snapshot|write|sync|wrote|manifest|rename|renamed|prune)
     """

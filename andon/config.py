@@ -91,6 +91,8 @@ class TrainConfig(Section):
     """Tokens per window."""
     precision: Literal["auto", "f32", "bf16"] = "auto"
     """Autocast: bf16 where the device has it (auto: on CUDA only), or plain f32."""
+    weights: Literal["f32", "bf16"] = "f32"
+    """How the model holds its weights; with bf16 AdamW keeps them in f32 as well, each rank those it owns."""
     compile: bool = False
     """Compile each block with torch.compile."""
 

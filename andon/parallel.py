@@ -12,6 +12,7 @@
 Units are found by a rule (`andon.arena.backward_order`): each child of the longest module list is a block.
 Only parameters that require gradients take part, so a LoRA model exchanges its adapters alone.
 `zero=True`, short for `Zero("even")`, gives each rank an even share of the optimizer state.
+A model whose parameters are bf16 is trained on an f32 master, taken from them when it is handed over.
 """
 
 from __future__ import annotations

@@ -79,14 +79,31 @@ def make_plan(config: Config) -> Plan:
     rows = max(order.rows(rank) for rank in range(config.workers))
     memory = Memory(
         program=0 if config.device == "cuda" else PROGRAM + LIBRARIES // config.workers,
-        weights=4 * shape.parameters,
+        weights=weight_bytes(config) * shape.parameters,
         gradients=4 * shape.parameters * rows,
-        optimizer=MOMENT_BYTES * owned(config),
-        activations=round(ALLOCATOR * live_activations(shape, config.train.micro_batch)),
+        optimizer=(MOMENT_BYTES + master_bytes(config)) * owned(config),
+        activations=round(ALLOCATOR * (live_activations(shape, config.train.micro_batch) + widened(config))),
         exchange=exchange_buffers(config),
     )
     tokens = config.tokens_per_step
     return Plan(shape.parameters, tokens, tokens * config.train.steps, memory, sent(config, order))
+
+
+def weight_bytes(config: Config) -> int:
+    """Bytes of a weight in the model."""
+    return 2 if config.train.weights == "bf16" else 4
+
+
+def master_bytes(config: Config) -> int:
+    """Bytes of a weight that AdamW keeps in f32 because the model's is rounded."""
+    return 4 if config.train.weights == "bf16" else 0
+
+
+def widened(config: Config) -> int:
+    """The largest bf16 weight as f32: a CPU computes with one such copy at a time."""
+    if config.train.weights == "f32" or config.device == "cuda":
+        return 0
+    return 4 * config.shape.hidden * max(config.shape.vocab, config.shape.intermediate)
 
 
 def live_activations(shape: Shape, windows: int) -> int:
@@ -134,7 +151,7 @@ def sent(config: Config, order: Order) -> int:
     rows = len(order.leaves) / workers
     rounded = config.group.wire == "bf16" and config.group.transport != "shm"
     gradient = config.shape.parameters * (2 if rounded else 4)
-    weights = config.shape.parameters * 4
+    weights = config.shape.parameters * weight_bytes(config)
     reduces = zero.policy == "off" or zero.replicas > 1  # every rank needs the whole sum
     if config.group.transport == "star":
         return round(rows * gradient + (0 if zero.policy == "off" else weights / workers))
@@ -160,6 +177,7 @@ def _other_settings(config: Config) -> Iterator[dict[str, Any]]:
         yield {"zero.policy": "even", "zero.replicas": 2}
     if micro_batch % 2 == 0:
         yield {"train.micro_batch": micro_batch // 2, "train.slots": 2 * slots}
+    yield {"train.weights": "f32" if config.train.weights == "bf16" else "bf16"}
     for transport in ("shm", "star", "ring", "torch") if workers > 1 else ():
         if transport != config.group.transport:
             yield {"group.transport": transport}

@@ -48,6 +48,8 @@ class Trainer:
         self.model = Llama(config.shape)
         self.model.initialise(config.seed)
         self.model.to(device)
+        if train.weights == "bf16":
+            self.model.hold_weights_in(torch.bfloat16)
         if train.compile:
             torch.use_deterministic_algorithms(True)  # of the compiler, too
             self.model.compile_blocks()
@@ -197,7 +199,11 @@ class Trainer:
         """Read a checkpoint: weights into the model, the rest on demand."""
         state = load_state(folder)
         check_resumable(folder, state, self.config, self.tokens)
-        sizes = {name: parameter.numel() for name, parameter in self.arena.parameters.items()}
+        sizes = {
+            (kind, name): parameter.numel()
+            for kind in self.parallel.optimizer.moments
+            for name, parameter in self.arena.parameters.items()
+        }
         with reading(folder):
             known = read_manifest(folder)
             load_weights(self.model, folder)
@@ -206,7 +212,8 @@ class Trainer:
 
     def _read_beside(self) -> dict[str, str]:
         """What Hugging Face needs besides the weights; read once, for the cache may be gone when we save."""
-        config = json.dumps(to_hub(self.config.shape, self.tokens.tokenizer().end), indent=2) + "\n"
+        fields = to_hub(self.config.shape, self.tokens.tokenizer().end, self.arena.weights.dtype)
+        config = json.dumps(fields, indent=2) + "\n"
         names = ("tokenizer.json", "tokenizer_config.json")
         texts = {name: (self.tokens.folder / name).read_text(encoding="utf-8") for name in names}
         return {"config.json": config, **texts}
@@ -270,6 +277,7 @@ def check_resumable(folder: Path, state: dict[str, Any], config: Config, tokens:
             f"train.{key}": (before["train"][key], now["train"][key])
             for key in ("slots", "micro_batch", "context")
         },
+        "train.weights": (before["train"].get("weights", "f32"), now["train"]["weights"]),
     }
     changed = [f"{key} {old} → {new}" for key, (old, new) in pairs.items() if old != new]
     if changed:

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from andon.checkpoint.manifest import Manifest
-from andon.checkpoint.store import PIECE, open_moments, reading
+from andon.checkpoint.store import PIECE, Moment, open_moments, reading
+from andon.checkpoint.tensors import as_bytes
 
 MODEL = "model.safetensors"
 Pair = tuple[Path, Path]
@@ -35,27 +36,29 @@ def compare(folders: Pair, known: tuple[Manifest, Manifest]) -> Iterator[tuple[s
             stack.enter_context(open_moments(folder, each, size))
             for folder, each, size in zip(folders, known, sizes, strict=True)
         ]
-        for kind in ("first", "second"):
-            for name in dict.fromkeys((*sizes[0], *sizes[1])):
-                if name not in sizes[0] or name not in sizes[1]:
-                    yield f"{kind}.{name}", "only in one of them"
-                else:
-                    a, b = (
-                        read(kind, name, 0, size[name]) for read, size in zip(readers, sizes, strict=True)
-                    )
-                    yield f"{kind}.{name}", _difference(a, b)
+        for kind, name in dict.fromkeys((*sizes[0], *sizes[1])):
+            if not all((kind, name) in size for size in sizes):
+                yield f"{kind}.{name}", "only in one of them"
+            else:
+                a, b = (
+                    read(kind, name, 0, size[kind, name]) for read, size in zip(readers, sizes, strict=True)
+                )
+                yield f"{kind}.{name}", _difference(a, b)
 
 
 def _difference(a: Tensor, b: Tensor) -> str:
     if a.shape != b.shape:
         return f"{list(a.shape)} and {list(b.shape)}"
-    return "" if a.numpy().tobytes() == b.numpy().tobytes() else f"{(a - b).abs().max().item():.3g}"
+    if a.dtype == b.dtype and as_bytes(a) == as_bytes(b):
+        return ""
+    return f"{(a.float() - b.float()).abs().max().item():.3g}"
 
 
-def _sizes(known: Manifest) -> dict[str, int]:
-    """The number of elements of each parameter that has moments."""
-    sizes: dict[str, int] = {}
+def _sizes(known: Manifest) -> dict[Moment, int]:
+    """The number of elements of each moment."""
+    sizes: dict[Moment, int] = {}
     for _, tensor, _ in known.tensors():
         if match := PIECE.fullmatch(tensor):
-            sizes[match[2]] = max(sizes.get(match[2], 0), int(match[4]))
+            moment = match[1], match[2]
+            sizes[moment] = max(sizes.get(moment, 0), int(match[4]))
     return sizes

@@ -34,7 +34,8 @@ class Snapshot:
     def take(self, at: At) -> tuple[str, ...]:
         """Copy everything; the digest of each unit's weights."""
         if not self.weights and self._with_weights:
-            self.weights = self.arena.layout.views(torch.empty(self.arena.layout.size))
+            room = torch.empty(self.arena.layout.size, dtype=self.arena.weights.dtype)
+            self.weights = self.arena.layout.views(room)
         if not self.moments and self.sources:
             self.moments = _like(self.sources)
         for name, source in self.arena.layout.views(self.arena.weights).items():

@@ -1,9 +1,10 @@
 """What a checkpoint is on disk: a folder `checkpoint-{step}` that appears whole or not at all.
 
 `model.safetensors`, `config.json` and the tokenizer's files are what Hugging Face loads;
-`optimizer-RRRRR-of-NNNNN.safetensors` hold AdamW's moments in pieces (`first.NAME[lo:hi]`), each file
-written by one rank; `state.json` says where the run was; `manifest.json` proves all of it. Everything is
-written into a temporary folder beside it, synced, and renamed.
+`optimizer-RRRRR-of-NNNNN.safetensors` hold AdamW's moments in pieces (`first.NAME[lo:hi]`, `second…` and,
+where the weights are bf16, their f32 `master…`), each file written by one rank; `state.json` says where the
+run was; `manifest.json` proves all of it. Everything is written into a temporary folder beside it, synced,
+and renamed.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from andon.checkpoint import manifest
 from andon.checkpoint.listing import REPLACED, checkpoint_path, kept, put_back, step_of, steps
 from andon.checkpoint.manifest import Manifest, Record
 from andon.checkpoint.snapshot import weights_digests
-from andon.checkpoint.tensors import At, tensor_blake3
+from andon.checkpoint.tensors import At, as_bytes, tensor_blake3
 from andon.durable import sync
 from andon.errors import UserError
 
 STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row", "data", "config")
-PIECE = re.compile(r"(first|second)\.(.+)\[(\d+):(\d+)\]")
+PIECE = re.compile(r"(first|second|master)\.(.+)\[(\d+):(\d+)\]")
+Moment = tuple[str, str]
+"""`first`, `second` or `master`, and the parameter."""
 ReadMoments = Callable[[str, str, int, int], Tensor]
-"""(`first` or `second`, parameter, lo, hi) → those elements."""
+"""(kind of moment, parameter, lo, hi) → those elements."""
 
 
 class Store:
@@ -125,11 +128,11 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def open_moments(folder: Path, known: Manifest, sizes: Mapping[str, int]) -> Iterator[ReadMoments]:
-    """A reader of AdamW's moments by parameter and range, checked to fit parameters of these sizes.
+def open_moments(folder: Path, known: Manifest, sizes: Mapping[Moment, int]) -> Iterator[ReadMoments]:
+    """A reader of AdamW's moments by parameter and range, checked to be these, of these sizes.
 
     What it gives was verified as it was read: a rank may see another copy than the one that verified all."""
-    pieces: dict[tuple[str, str], list[tuple[int, int, str, str]]] = defaultdict(list)
+    pieces: dict[Moment, list[tuple[int, int, str, str]]] = defaultdict(list)
     for file, tensor, _ in known.tensors():
         if match := PIECE.fullmatch(tensor):
             kind, name, lo, hi = match[1], match[2], int(match[3]), int(match[4])
@@ -160,15 +163,14 @@ def open_moments(folder: Path, known: Manifest, sizes: Mapping[str, int]) -> Ite
 
 
 def _check_cover(
-    folder: Path, pieces: dict[tuple[str, str], list[tuple[int, int, str, str]]], sizes: Mapping[str, int]
+    folder: Path, pieces: dict[Moment, list[tuple[int, int, str, str]]], sizes: Mapping[Moment, int]
 ) -> None:
-    wanted = {(kind, name) for kind in ("first", "second") for name in sizes}
-    wrong = "Its optimizer state names other parameters" if pieces.keys() != wanted else ""
-    for (_, name), found in pieces.items():
+    wrong = "Its optimizer state names other parameters" if pieces.keys() != sizes.keys() else ""
+    for moment, found in pieces.items():
         found.sort()
         ends = [0, *(stop for _, stop, _, _ in found)]
-        if not wrong and ([start for start, *_ in found] != ends[:-1] or ends[-1] != sizes[name]):
-            wrong = f"The optimizer state of {name} does not have its {sizes[name]:,} elements"
+        if not wrong and ([start for start, *_ in found] != ends[:-1] or ends[-1] != sizes[moment]):
+            wrong = f"The optimizer state of {moment[1]} does not have its {sizes[moment]:,} elements"
     if wrong:
         raise UserError(
             f"{folder} does not fit this model",
@@ -202,5 +204,5 @@ def weights_blake3(parameters: Mapping[str, Tensor]) -> str:
     digest = blake3()
     for name in sorted(parameters):
         digest.update(name.encode())
-        digest.update(parameters[name].detach().cpu().contiguous().numpy().tobytes())
+        digest.update(as_bytes(parameters[name].cpu()))
     return digest.hexdigest()

@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from blake3 import blake3
 from torch import Tensor
 
 from andon.checkpoint.manifest import Record
 
 CHUNK = 8 << 20
-DTYPE = "F32"
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 At = Callable[[str], None]
 """Called at each place of a save that a fault or a cancellation may strike; it raises to stop the work."""
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in this machine's memory, without a copy."""
-    data: memoryview = tensor.detach().numpy().reshape(-1).view(np.uint8).data
+    data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     return data
 
 
@@ -42,7 +42,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str,
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPE, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        dtype, shape = DTYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     places: dict[str, tuple[int, int, str]] = {}

@@ -1,7 +1,7 @@
 """Faults on purpose: what tests and drills do to a run, written as `kind:key=value,…`.
 
 nan:rank=1,step=7[,slot=S][,parameter=NAME]   a gradient element becomes NaN (inf: infinity)
-bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second][,bit=K]   a bit flips before forward
+bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second|master][,bit=K]   a bit flips before forward
 die:rank=1,step=5[,at=forward|backward|exchange|optimizer]   the process kills itself
     or, while it saves that step, at=snapshot|write|sync|wrote, and on rank 0 at=manifest|rename|renamed|prune
 stall:rank=1,step=5[,at=…][,seconds=…]   it stands still
@@ -128,8 +128,8 @@ class Faults:
             bit = int(fault.words.get("bit", "20"))
             import torch
 
-            word = buffer[piece.start + bit // 32 : piece.start + bit // 32 + 1].view(torch.int32)
-            word ^= torch.tensor(1 << bit % 32, dtype=torch.int64).to(torch.int32)
+            bits = buffer[piece.start :].view(torch.uint8)
+            bits[bit // 8] ^= 1 << bit % 8
 
 
 def _refused(text: str, cause: str) -> UserError:

@@ -3,7 +3,7 @@
 They do so before they update it: what differs then has not yet spread. With ZeRO a flipped bit in the part
 that a rank owns would otherwise become everyone's weight with the next gather, and be the same everywhere.
 
-Each *cell* of a buffer (1,024 floats) is read as 512 integers of 64 bits and summed, so that any flipped bit
+Each *cell* of a buffer (1,024 elements) is read as integers of 64 bits and summed, so that any flipped bit
 changes its cell; a unit's fingerprint is a hash of its cell sums. One pass at the speed of memory. With the
 units go the facts of the step (its number, the learning rate, the configuration). By majority, three ranks or
 more also tell which one is wrong.
@@ -75,7 +75,7 @@ def compare_replicas(group: Group, step: int, own: Sequence[Tensor], replica: Se
 
 def cell_sums(buffer: Tensor) -> npt.NDArray[np.int64]:
     """The sum of each cell, read as 64-bit integers that wrap around."""
-    sums = buffer.view(torch.int64).view(-1, CELL // 2).sum(1)
+    sums = buffer.view(torch.int64).view(-1, CELL * buffer.element_size() // 8).sum(1)
     return np.asarray(sums.cpu().numpy())
 
 

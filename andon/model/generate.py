@@ -35,12 +35,12 @@ def sample(
 
 def _draw(model: Llama, rows: Tensor, length: int, temperature: float, seed: int) -> Iterator[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    cache, unseen = Cache(model.shape, len(rows), model.lm_head.weight), rows
+    cache, unseen = Cache(model.shape, len(rows), model.cos), rows
     for _ in range(length):
         if cache.length + unseen.shape[1] > model.shape.context:
             # The context is full: go on from its later half.
             cache, unseen = (
-                Cache(model.shape, len(rows), model.lm_head.weight),
+                Cache(model.shape, len(rows), model.cos),
                 rows[:, -(model.shape.context // 2) :],
             )
         logits = model.logits(unseen, cache)[:, -1].float().cpu()

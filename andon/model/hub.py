@@ -15,8 +15,8 @@ from andon.model.llama import Llama
 from andon.model.shape import Shape
 
 
-def to_hub(shape: Shape, end_token: int) -> dict[str, Any]:
-    """The `config.json` of a shape."""
+def to_hub(shape: Shape, end_token: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The `config.json` of a shape, with weights of a dtype."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -36,7 +36,7 @@ def to_hub(shape: Shape, end_token: int) -> dict[str, Any]:
         "mlp_bias": False,
         "bos_token_id": end_token,
         "eos_token_id": end_token,
-        "dtype": "float32",
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 

@@ -4,6 +4,10 @@ Autograd puts each gradient into fresh memory, from which it is then copied into
 memory than the product itself needs at small batches. A weight that has a `gradient_room` (see
 `andon.arena.give_room`) gets its gradient written there. The room is used once per backward, so that a weight
 used twice is still summed by autograd.
+
+A weight held in bf16 is computed with in f32 (under autocast as autocast wants it), and its gradient is f32
+where the parameter allows it (`grad_dtype`). Products make the f32 copy anew in backward: kept, all of them
+together would be the f32 weights again.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if not _has_room(self.weight):
-            return F.linear(x, self.weight)
+            autocast = torch.is_autocast_enabled(x.device.type)
+            return F.linear(x, self.weight if autocast else full(self.weight))
         out: Tensor = _Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
         return out
 
@@ -33,24 +38,47 @@ class Embedding(nn.Embedding):
     """`nn.Embedding`, whose weight's gradient goes straight into the weight's room."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if not _has_room(self.weight):
+        if self.weight.dtype == torch.float32 and not _has_room(self.weight):
             return F.embedding(tokens, self.weight)
         out: Tensor = _Lookup.apply(tokens, self.weight)  # type: ignore[no-untyped-call]
         return out
+
+
+def full(weight: Tensor) -> Tensor:
+    """A weight in f32."""
+    if weight.dtype == torch.float32:
+        return weight
+    if torch.compiler.is_compiling():
+        return weight.float()
+    out: Tensor = _Full.apply(weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Full(torch.autograd.Function):
+    """To f32, with a gradient that is not rounded on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
+        return F.linear(x, weight.float())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        for_x = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        for_x = (rows @ weight.float()).view(x.shape) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return for_x, None
         inputs, room = x.reshape(-1, x.shape[-1]), _take_room(weight)
@@ -63,7 +91,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens, weight)
-        return F.embedding(tokens, weight)
+        return F.embedding(tokens, weight).float()
 
     @staticmethod
     @once_differentiable
@@ -72,7 +100,7 @@ class _Lookup(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return None, None
         room = _take_room(weight)
-        total = torch.zeros_like(weight) if room is None else room.zero_()
+        total = torch.zeros_like(weight, dtype=torch.float32) if room is None else room.zero_()
         total.index_add_(0, tokens.flatten(), gradient.reshape(-1, gradient.shape[-1]))
         return None, total.detach()
 

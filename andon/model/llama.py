@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from andon.model.layers import Embedding, Linear
+from andon.model.layers import Embedding, Linear, full
 from andon.model.shape import Shape
 
 
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return F.rms_norm(x, (x.shape[-1],), full(self.weight), self.eps)
 
 
 class Attention(nn.Module):
@@ -158,6 +158,11 @@ class Llama(nn.Module):
                 parameter.data.copy_(drawn)
             else:
                 parameter.data.fill_(1.0)
+
+    def hold_weights_in(self, dtype: torch.dtype) -> None:
+        """Round the weights, and only these: rotations stay f32."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
 
     def compile_blocks(self) -> None:
         """Compile each block; all blocks share one compiled graph."""

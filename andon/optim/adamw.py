@@ -1,4 +1,8 @@
-"""AdamW on parts of the flat arena, in two fused calls: one for all matrices and one for the rest."""
+"""AdamW on parts of the flat arena, in two fused calls: one for all matrices and one for the rest.
+
+Where the weights are bf16, the *master*, the same weights in f32, is kept beside the two moments: it is what
+AdamW updates, and the weights are what it rounds to.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,18 @@ class AdamW:
         self.arena, self.settings, self.parts = arena, settings, list(parts)
         size = sum(stop - start for start, stop in parts)
         self.moments = {"first": arena.zeros(size), "second": arena.zeros(size)}
+        if arena.weights.dtype != torch.float32:
+            self.moments["master"] = self._own(arena.weights, arena.zeros(size))
         self.steps_done = 0
         self._matrices, self._vectors = self._split()
+
+    def _own(self, flat: Tensor, into: Tensor) -> Tensor:
+        """The parts of a flat buffer, one after another."""
+        at = 0
+        for start, stop in self.parts:
+            into[at : at + stop - start].copy_(flat[start:stop])
+            at += stop - start
+        return into
 
     def _split(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """(start, stop, offset in the moments) of the parts' matrices and of the rest."""
@@ -63,13 +77,16 @@ class AdamW:
         if not ranges:
             return
         weights, grads = ([flat[lo:hi] for lo, hi, _ in ranges] for flat in (self.arena.weights, gradients))
-        first, second = ([flat[at : at + hi - lo] for lo, hi, at in ranges] for flat in self.moments.values())
+        held = {
+            kind: [flat[at : at + hi - lo] for lo, hi, at in ranges] for kind, flat in self.moments.items()
+        }
+        master = held.get("master", weights)
         done = torch.tensor(float(self.steps_done), device=gradients.device)
         adamw(
-            weights,
+            master,
             grads,
-            first,
-            second,
+            held["first"],
+            held["second"],
             [],
             [done.clone() for _ in ranges],
             fused=True,
@@ -82,6 +99,9 @@ class AdamW:
             eps=self.settings.eps,
             maximize=False,
         )
+        if master is not weights:
+            for rounded, exact in zip(weights, master, strict=True):
+                rounded.copy_(exact)
 
     def pieces(self, within: Sequence[tuple[int, int]] | None = None) -> Iterator[tuple[str, int, int, int]]:
         """(name, lo, hi, offset): elements [lo, hi) of a parameter have their moments at `offset`.
