@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
+from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.checkpoint.manifest import Damage, Damaged, Manifest, find_damage, read
 from andon.checkpoint.manifest import verify as verify_whole
 from andon.cluster.run_folder import RunFolder
@@ -22,7 +23,7 @@ from andon.plan import human_bytes
 
 def find(path: Path) -> list[Path]:
     """The checkpoints of a run, of its folder of checkpoints, or the one that is named; oldest first."""
-    if step_of(path) >= 0 and path.is_dir():
+    if (path / MANIFEST).exists() or (step_of(path) >= 0 and path.is_dir()):
         return [path]
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if found := [checkpoint_path(folder, step) for step in steps(folder)]:
@@ -87,9 +88,9 @@ def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Consol
     """Remove all but the last `keep` and every `keep_every`-th, and never the newest good one."""
     from andon.checkpoint.store import remove
 
-    found = {step_of(checkpoint): checkpoint for checkpoint in find(path)}
-    folder = next(iter(found.values())).parent
+    folder = find(path)[0].parent
     with _held(folder.parent):
+        found = {step_of(checkpoint): checkpoint for checkpoint in find(path)}
         good = next(
             (step for step in sorted(found, reverse=True) if not _damages(found[step], console)), None
         )
@@ -129,13 +130,12 @@ def _damages(checkpoint: Path, console: Console) -> list[Damage]:
 
 
 def _verified(checkpoint: Path, console: Console) -> Manifest:
-    if step_of(checkpoint) < 0:
+    if find(checkpoint) != [checkpoint]:
         raise UserError(
             f"{checkpoint} is not one checkpoint",
             "Two checkpoints are compared, not two runs",
             f"Name one of those that `andon checkpoint ls {checkpoint}` shows",
         )
-    (checkpoint,) = find(checkpoint)
     if damages := _damages(checkpoint, console):
         raise UserError(
             f"{checkpoint} is damaged",

@@ -74,7 +74,7 @@ def demo(context: typer.Context) -> None:
     Takes the same --section.key value overrides as `andon train`.
     """
     from andon.cluster.launch import train_demo
-    from andon.config import parse_arguments
+    from andon.configure import parse_arguments
 
     words, overrides = parse_arguments(context.args)
     _refuse(words)
@@ -330,7 +330,7 @@ def data_show(
 
 
 def _config(arguments: list[str]) -> Config:
-    from andon.config import load, parse_arguments
+    from andon.configure import load, parse_arguments
 
     words, overrides = parse_arguments(arguments)
     files = [word for word in words if word.endswith((".yaml", ".yml"))]

@@ -12,7 +12,7 @@ from andon import evaluation
 from andon.checkpoint.manifest import verify_named
 from andon.checkpoint.store import load_state
 from andon.cluster.prepare import other_data, prepare_tokens
-from andon.config import build
+from andon.configure import build
 from andon.data import stories
 from andon.data.batches import Batches
 from andon.data.tokenizer import Tokenizer

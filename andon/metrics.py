@@ -8,8 +8,6 @@ An event is a flat JSON object with its kind under `event` and the time in secon
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import math
 import os
@@ -19,9 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from andon.errors import UserError
+
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
-LONGEST_WAIT = 64 << 20  # bytes of events that may wait for a disk that is full
+LONGEST_WAIT = 64 << 20  # bytes of events that may wait for a disk
+WHOLE = {"done": "summary.json", "halt": "halt.json"}
 
 
 def event(kind: str, **fields: Any) -> Event:
@@ -35,49 +36,71 @@ class Recorder:
     def __init__(self, folder: Path, *listeners: Emit) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.listeners = folder, listeners
-        cut_last_line(folder / "metrics.jsonl")
-        self._file = open(folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._path = folder / "metrics.jsonl"
+        cut_last_line(self._path)
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         self._unwritten = b""
+        self._unwritten_files: dict[str, str] = {}
+        self.failure: UserError | None = None
         self._turn = threading.RLock()  # workers speak at the same time, and listeners may speak again
 
     def emit(self, said: Event) -> None:
-        """Record one event; while the disk is full, events wait in memory."""
+        """Record one event; while the disk is full or fails, events wait in memory."""
         with self._turn:
             self._emit(said)
 
     def _emit(self, said: Event) -> None:
-        waiting = len(self._unwritten) > 0
+        waiting = bool(self._unwritten or self._unwritten_files)
         self._unwritten += as_json(said).encode() + b"\n"
+        if name := WHOLE.get(said["event"]):
+            fields = {key: value for key, value in said.items() if key not in ("event", "time")}
+            self._unwritten_files[name] = as_json(fields, indent=2) + "\n"
         try:
             self._flush()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(self._unwritten) > LONGEST_WAIT:
+            if len(self._unwritten) > LONGEST_WAIT:
                 raise
             if not waiting:
                 self._tell(event("note", text=f"Events wait in memory: {error.strerror} ({self.folder})"))
-        if said["event"] == "done":
-            self._whole("summary.json", said)
-        elif said["event"] == "halt":
-            self._whole("halt.json", said)
         self._tell(said)
 
     def _flush(self) -> None:
+        if not self._is_there():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self._tell(event("note", text=f"{self._path} was gone: events from here on are in a new one"))
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        for name in list(self._unwritten_files):
+            write_whole(self.folder / name, self._unwritten_files[name])
+            del self._unwritten_files[name]
+
+    def _is_there(self) -> bool:
+        """Whether what we write still has its name: a folder may be removed while we write into it."""
+        return self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
 
     def _tell(self, said: Event) -> None:
         for listener in self.listeners:
             listener(said)
 
-    def _whole(self, name: str, said: Event) -> None:
-        fields = {key: value for key, value in said.items() if key not in ("event", "time")}
-        write_whole(self.folder / name, as_json(fields, indent=2) + "\n")
-
     def close(self) -> None:
-        """Write what still waits, if there is room, and close the file."""
-        with contextlib.suppress(OSError):
+        """Write what still waits, and close the file; `failure` is why that could not be done."""
+        try:
             self._flush()
-        self._file.close()
+        except OSError as error:
+            self.failure = cannot_write(error)
+        finally:
+            self._file.close()
+
+
+def cannot_write(error: OSError) -> UserError:
+    """What a person is told when events are lost."""
+    return UserError(
+        "The run's events cannot be written",
+        str(error),
+        "Free some space or choose another --run.dir; the checkpoints are intact",
+    )
 
 
 def as_json(fields: Any, indent: int | None = None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon.checkpoint.manifest import NAME as MANIFEST
+from andon.checkpoint.manifest import Damaged
 from andon.checkpoint.manifest import read as read_manifest
 from andon.checkpoint.saver import Saver
 from andon.checkpoint.store import ReadMoments, check_units, load_state, open_moments, reading
@@ -176,8 +176,7 @@ class Trainer:
         """Go on from a verified checkpoint, exactly, with any number of workers.
 
         Ranks that do not see rank 0's checkpoint get everything from it."""
-        mine = read_manifest(folder).digest if (folder / MANIFEST).exists() else ""
-        seen = [word.decode() for word in self.group.all_gather_bytes(mine.encode())]
+        seen = [word.decode() for word in self.group.all_gather_bytes(manifest_digest(folder).encode())]
         together = len(set(seen)) == 1
         with contextlib.ExitStack() as stack:
             reader = stack.enter_context(self._open(folder)) if together or self.group.rank == 0 else None
@@ -233,6 +232,14 @@ class Reader:
 
     said: tuple[dict[str, Any], dict[str, str]]
     moments: ReadMoments
+
+
+def manifest_digest(folder: Path) -> str:
+    """Which checkpoint this rank sees; nothing if it sees none, or one that is damaged."""
+    try:
+        return read_manifest(folder).digest
+    except Damaged:
+        return ""
 
 
 class Clock:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,34 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     """The events of one kind."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [said for said in map(json.loads, lines) if said["event"] == kind]
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], deadline: float = 60) -> None:
+    """Wait until a run has done a step (or has ended)."""
+    until = time.monotonic() + deadline
+    while time.monotonic() < until and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and any(
+            said["step"] >= step for said in events_so_far(folder)
+        ):
+            return
+        time.sleep(0.01)
+    assert process.poll() is not None, f"no step {step} within {deadline} s"
+
+
+def events_so_far(folder: Path) -> list[dict[str, int]]:
+    if not (folder / "metrics.jsonl").exists():
+        return []
+    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    return [said for said in map(json.loads, lines) if said["event"] == "step"]
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=90)
+    return output

@@ -42,6 +42,7 @@ MAY_USE = {
     "parallel": {"arena", "gradients", "group", "integrity", "optim"},
     "metrics": set(),
     "config": {"integrity", "model"},
+    "configure": {"config", "model"},
     "plan": {"config", "model", "optim", "order"},
     "evaluation": {"data", "group", "model"},
     "trainer": {

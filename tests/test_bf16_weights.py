@@ -14,7 +14,7 @@ import andon
 from andon import checkpoints, inference
 from andon.arena import CELL, Arena
 from andon.checkpoint.listing import checkpoint_path
-from andon.config import load
+from andon.configure import load
 from andon.errors import UserError
 from andon.group.base import Group
 from andon.group.local import LocalGroup

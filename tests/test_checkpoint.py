@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -15,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.checkpoint.listing import checkpoint_path, steps
+from andon.checkpoint.listing import REPLACED, checkpoint_path, steps
 from andon.checkpoint.manifest import NAME, read, verify, verify_named
 from andon.checkpoint.store import load_state
+from andon.cluster.run_folder import RunFolder
 from andon.config import Config
 from andon.errors import UserError
 from andon.group.base import Group
+from andon.group.local import LocalGroup
 from andon.integrity.faults import SAVE_PLACES
 from andon.integrity.halt import JidokaHalt
 from andon.metrics import Event
@@ -249,6 +252,31 @@ def test_a_file_that_is_missing_or_planted_is_refused(saved: Path) -> None:
     planted.unlink()
 
 
+def test_moments_are_verified_by_the_rank_that_reads_them(saved: Path, tokens: Path) -> None:
+    """Rank 0 has verified its copy; that of another machine may be another."""
+    newest = checkpoint_path(saved / "checkpoints", STEPS)
+    file, record = next((name, each) for name, each in read(newest).files.items() if "optimizer" in name)
+    tensor, (lo, _, _) = next(iter(record.tensors.items()))
+    trainer = make_trainer(LocalGroup(), tokens, quick_config(saved))
+    try:
+        with restored(newest / file) as data:
+            (newest / file).write_bytes(data[:lo] + bytes([data[lo] ^ 1]) + data[lo + 1 :])
+            with pytest.raises(UserError, match=rf"{file}, tensor {re.escape(tensor)}: its bytes are not"):
+                trainer.resume(newest)
+        trainer.resume(newest)
+    finally:
+        trainer.gradients.close()
+
+
+def test_a_checkpoint_that_a_kill_left_set_aside_gets_its_name_again(saved: Path) -> None:
+    newest = checkpoint_path(saved / "checkpoints", STEPS)
+    newest.rename(newest.with_name(f".{newest.name}{REPLACED}"))
+    run = RunFolder(saved)
+    run.take()
+    assert run.resume_from("auto") == newest
+    run.release()
+
+
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", NAME, "a\\b"])
 def test_a_manifest_that_points_elsewhere_is_refused(saved: Path, name: str) -> None:
     from andon.checkpoint.manifest import Damaged, render
@@ -350,6 +378,16 @@ def test_a_rank_that_is_late_is_named_and_its_save_given_up_and_later_ones_succe
     assert [said["step"] for said in heard if said["event"] == "checkpoint"][-1] == STEPS
     assert steps(tmp_path / "checkpoints")[0] > 2
     assert newest_good(tmp_path) == (checkpoint_path(tmp_path / "checkpoints", STEPS), [])
+
+
+def test_a_disk_that_hangs_holds_neither_training_nor_the_process(tmp_path: Path) -> None:
+    options = ("--workers=2", "--checkpoint.every=2", "--checkpoint.timeout=0.5", "--train.steps=60")
+    started = time.monotonic()
+    found = runs.train(*options, "--fault=stall:rank=0,step=2,at=sync,seconds=3600", cwd=tmp_path)
+    assert found["step"] == 60 and time.monotonic() - started < 60
+    failed = runs.events(tmp_path / "run", "save_failed")
+    assert {said["step"] for said in failed} == {2} and [said["again"] for said in failed] == [True, False]
+    assert newest_good(tmp_path / "run")[1] == []
 
 
 # A folder that not all ranks see

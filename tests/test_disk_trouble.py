@@ -15,7 +15,7 @@ from andon.checkpoint.manifest import Manifest, verify
 from andon.errors import UserError
 from andon.metrics import Event, Recorder, event, read
 from andon.trainer import Trainer
-from tests.runs import SMALL, andon, events
+from tests.runs import SMALL, andon, events, finish, start, summary, wait_for_step
 from tests.saving import STEPS, newest_good, quick_config, run_alone
 from tests.training import small_tokens
 
@@ -44,19 +44,21 @@ def names(events: list[Event], kind: str) -> list[int]:
     return [said["step"] for said in events if said["event"] == kind]
 
 
+def fill_after_step_2(disk: Path, said: Event) -> None:
+    if said["event"] == "checkpoint" and said["step"] == 2:
+        (disk / "ballast").write_bytes(bytes(400 << 10))
+
+
 @pytest.mark.parametrize("small_disk", ["1200k"], indirect=True)
 def test_a_full_disk_is_reported_tried_again_and_training_goes_on(
     tmp_path: Path, tokens: Path, small_disk: Path
 ) -> None:
-    ballast = small_disk / "ballast"
-
     def fill_then_free(said: Event, trainer: Trainer) -> None:
-        if said["event"] == "checkpoint" and said["step"] == 2:
-            ballast.write_bytes(bytes(400 << 10))
+        fill_after_step_2(small_disk, said)
         if said["event"] == "save_failed" and not said["again"]:
             assert "No space left on device" in said["reason"]
             verify(checkpoint_path(small_disk / "checkpoints", 2))
-            ballast.unlink()
+            (small_disk / "ballast").unlink()
 
     config = quick_config(small_disk, checkpoint__keep=1)
     digest, heard = run_alone(tokens, config, fill_then_free)
@@ -70,13 +72,10 @@ def test_a_full_disk_is_reported_tried_again_and_training_goes_on(
 def test_what_failed_is_saved_at_the_second_attempt_as_it_was(
     tmp_path: Path, tokens: Path, small_disk: Path
 ) -> None:
-    ballast = small_disk / "ballast"
-
     def fill_then_free(said: Event, trainer: Trainer) -> None:
-        if said["event"] == "checkpoint" and said["step"] == 2:
-            ballast.write_bytes(bytes(400 << 10))
+        fill_after_step_2(small_disk, said)
         if said["event"] == "save_failed" and said["again"]:
-            ballast.unlink()
+            (small_disk / "ballast").unlink()
         if said["event"] == "checkpoint" and said["step"] == 4:
             kept.append(verify(checkpoint_path(small_disk / "checkpoints", 4)))
 
@@ -145,6 +144,31 @@ def test_a_folder_that_is_removed_is_made_again_and_that_is_said(tmp_path: Path,
         f"{run / 'checkpoints'} was gone and has been made again"
     ]
     assert newest_good(run)[0] == checkpoint_path(run / "checkpoints", 6)
+
+
+def test_a_run_whose_folder_is_removed_goes_on_in_a_new_one(tmp_path: Path) -> None:
+    options = ["--train.steps=30", "--workers=2", "--checkpoint.every=5", "--run.dir=run"]
+    process = start("train", *SMALL, *options, "--fault=stall:rank=1,step=9,seconds=2", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 8, process)
+    shutil.rmtree(tmp_path / "run")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "was gone" in output
+    assert summary(tmp_path / "run")["step"] == 30 and newest_good(tmp_path / "run")[1] == []
+    assert names(list(read(tmp_path / "run")), "step")[-1] == 30
+
+
+def test_a_halt_on_a_full_disk_is_told_all_the_same(tmp_path: Path, small_disk: Path) -> None:
+    options = ["--workers=2", "--checkpoint.every=0", f"--run.dir={small_disk / 'run'}"]
+    faults = ["--fault=stall:rank=1,step=5,seconds=2", "--fault=nan:rank=1,step=6"]
+    process = start("train", *SMALL, *options, *faults, cwd=tmp_path)
+    wait_for_step(small_disk / "run", 4, process)
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "ballast").write_bytes(bytes(1 << 20))
+    output = finish(process)
+    assert "Events wait in memory" in output and "THE LINE STOPPED at step 6" in output, output
+    assert "was lost" not in output, output
+    assert process.returncode == 3 and "events cannot be written" in output, output
 
 
 def test_events_wait_in_memory_while_the_disk_is_full(small_disk: Path) -> None:

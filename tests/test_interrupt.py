@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -13,48 +12,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import SMALL, ctrl_c, events, start, summary, train
+from andon.checkpoint.listing import checkpoint_path
+from andon.checkpoint.manifest import verify
+from tests.runs import (
+    SMALL,
+    ctrl_c,
+    events,
+    events_so_far,
+    finish,
+    start,
+    summary,
+    train,
+    wait_for_step,
+    workers_of,
+)
 
 SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
 COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "60")
 RUN = [*SMALL, "--train.steps=40", "--checkpoint.every=2", "--workers=2", "--run.dir=run"]
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], deadline: float = 60) -> None:
-    """Wait until a run has done a step (or has ended)."""
-    until = time.monotonic() + deadline
-    while time.monotonic() < until and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and any(
-            said["step"] >= step for said in events_so_far(folder)
-        ):
-            return
-        time.sleep(0.01)
-    assert process.poll() is not None, f"no step {step} within {deadline} s"
-
-
 def wait_for_new_steps(folder: Path, count: int, process: subprocess.Popen[str], before: int) -> None:
     """Wait until a run that had done `before` steps has done so many more (or has ended)."""
     while process.poll() is None and len(events_so_far(folder)) < before + count:
         time.sleep(0.01)
-
-
-def events_so_far(folder: Path) -> list[dict[str, int]]:
-    if not (folder / "metrics.jsonl").exists():
-        return []
-    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
-    return [said for said in map(json.loads, lines) if said["event"] == "step"]
-
-
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children()
-    except psutil.NoSuchProcess:
-        return []
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=90)
-    return output
 
 
 @pytest.mark.parametrize("transport", ["shm", "star"])
@@ -85,6 +66,30 @@ def test_ctrl_c_before_the_workers_have_joined_is_not_lost(tmp_path: Path) -> No
     ctrl_c(process)
     output = finish(process)
     assert process.returncode == 0 and "Stopped and saved at step 1" in output, output
+
+
+@pytest.mark.parametrize("transport", ["shm", "star"])
+def test_sigterm_to_every_process_at_once_saves_and_leaves(tmp_path: Path, transport: str) -> None:
+    options = ["--train.steps=100000", "--workers=2", f"--group.transport={transport}"]
+    process = start("train", *SMALL, *options, "--checkpoint.every=0", "--run.dir=run", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 3, process)
+    everyone = workers_of(process)
+    assert len(everyone) == 2 + (transport == "star")  # and the gradient server
+    for each in everyone:
+        each.terminate()
+    process.terminate()
+    output = finish(process)
+    assert process.returncode == 0 and "Stopped and saved at step" in output, output
+    (stopped,) = events(tmp_path / "run", "stopped")
+    verify(checkpoint_path(tmp_path / "run" / "checkpoints", stopped["step"]))
+
+
+def test_sigterm_to_one_worker_stops_all_of_them(tmp_path: Path) -> None:
+    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 3, process)
+    workers_of(process)[1].terminate()
+    output = finish(process)
+    assert process.returncode == 0 and "Stopped and saved at step" in output, output
 
 
 def test_a_second_ctrl_c_quits_at_once_and_leaves_no_process(tmp_path: Path) -> None:

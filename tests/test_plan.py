@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.config import build
+from andon.configure import build
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
 from andon.plan import live_activations, make_plan

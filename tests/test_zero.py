@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from andon.arena import CELL, Arena
-from andon.config import Config, load
+from andon.config import Config
+from andon.configure import load
 from andon.group.base import Group
 from andon.group.local import LocalGroup
 from andon.integrity.halt import JidokaHalt

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from andon.checkpoint.store import weights_blake3
-from andon.config import Config, load
+from andon.config import Config
+from andon.configure import load
 from andon.data.shards import Corpus, prepare
 from andon.data.tokens import TokenSet
 from andon.group.base import Group

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 NAME = re.compile(r"checkpoint-(\d+)")
+REPLACED = ".replaced"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -41,3 +42,11 @@ def should_save(step: int, every: int, last: int) -> bool:
 def kept(found: list[int], keep: int, every: int) -> set[int]:
     """Of ascending steps, those that are kept: the last `keep`, and every `every`-th step (0: none)."""
     return set(found[-keep:]) | {step for step in found if every and step % every == 0}
+
+
+def put_back(folder: Path) -> None:
+    """A checkpoint that was set aside for one that did not come, because of a kill, gets its name again."""
+    for aside in folder.glob(f".checkpoint-*{REPLACED}"):
+        checkpoint = folder / aside.name.removeprefix(".").removesuffix(REPLACED)
+        if not checkpoint.exists():
+            aside.rename(checkpoint)

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from andon.integrity.fingerprint import who
 from andon.integrity.halt import JidokaHalt
 
 BEAT = 0.2  # seconds between signs of life
+CLOSING = 10.0  # seconds that a cancelled write has to notice it
 ATTEMPTS = 2
 LOWEST = 19
 Tell = Callable[..., None]
@@ -80,9 +81,7 @@ class Saver:
         self._attempt, self._publishing, self._started = 0, False, 0.0
         self._notes: list[str] = []
         # A new thread would take torch's default, and setting another number would change everyone's.
-        same_threads = partial(torch.set_num_threads, torch.get_num_threads())
-        self._copying = ThreadPoolExecutor(1, "andon-snapshot", same_threads)
-        self._writing = ThreadPoolExecutor(1, "andon-write", _be_humble)
+        self._same_threads = partial(torch.set_num_threads, torch.get_num_threads())
 
     def request(self, step: int, texts: Mapping[str, str]) -> None:
         """Begin to save the current step; `texts` are the files besides the tensors, on rank 0."""
@@ -108,11 +107,11 @@ class Saver:
         accepted = self._save.request(step)
         assert accepted, self._save.phase
         at = partial(self._at, self._cancel, step)
-        self._task = self._copying.submit(self._take, step, self._save.turn, at)
+        self._task = _beside("andon-snapshot", self._same_threads, partial(self._take, step, at))
 
     def word(self) -> Any:
-        """What this rank says with this step's words; first its snapshot must be there."""
-        if self._task and self._save.phase is Phase.REQUESTED:
+        """What this rank says with this step's words; first its snapshot, a copy in memory, must be there."""
+        if self._task and self._save.phase is Phase.REQUESTED and self._attempt == 1:
             started = time.perf_counter()
             wait([self._task])
             self.stall += time.perf_counter() - started
@@ -154,10 +153,11 @@ class Saver:
         at = partial(self._at, self._cancel, save.step)
         if save.phase is Phase.SYNCED:
             save.begin_writing()
-            self._task = self._writing.submit(self._write, save.step, save.turn, at)
+            self._task = _beside("andon-write", _be_humble, partial(self._write, save.step, save.turn, at))
         elif save.all_wrote and self.leads and not self._publishing:
             self._publishing = True
-            self._task = self._writing.submit(self._publish, save.step, save.turn, at)
+            work = partial(self._publish, save.step, save.turn, at)
+            self._task = _beside("andon-write", _be_humble, work)
         elif save.phase is Phase.COMPLETE:
             save.resume()
             self._completed()
@@ -202,8 +202,8 @@ class Saver:
         if again:
             self.failure = None
             self._try(save.step)
-        elif self.leads:
-            self.store.clean()
+        else:
+            _beside("andon-write", _be_humble, partial(self._discard, save.step, save.turn))
 
     def give_up(self, step: int, reason: str) -> None:
         """Drop the save of a step, if it is on its way: what it copied is in doubt. All ranks do so alike."""
@@ -224,32 +224,38 @@ class Saver:
         self.stall += time.perf_counter() - started
 
     def close(self) -> None:
-        """Give up what is being written, and let go of the threads."""
+        """Give up what is being written; what hangs in a disk does not hold the process for long."""
         self._cancel.set()
-        for thread in (self._copying, self._writing):
-            thread.shutdown(wait=True, cancel_futures=True)
+        if self._task:
+            wait([self._task], CLOSING)
 
     def _at(self, cancel: threading.Event, step: int, place: str) -> None:
         if cancel.is_set():
             raise Cancelled
         self.faults.at(place, step)
 
-    def _take(self, step: int, turn: int, at: At) -> tuple[str, ...]:
-        """The snapshot, unless an earlier attempt has taken it; on rank 0, a place to write to."""
-        if self._units is None:
-            if self._attempt > 1:
-                raise RuntimeError("its snapshot could not be taken, and by now the weights have moved on")
+    def _take(self, step: int, at: At) -> tuple[str, ...]:
+        """The snapshot, unless the first attempt has taken it; what that one wrote makes room."""
+        if self._attempt > 1:
+            self._discard(step, self._save.turn - 1)
+        elif self._units is None:
             self._units = self.snapshot.take(at)
-        if self.leads:
-            if self.saved >= 0 and not self.store.folder.exists():
-                self._notes.append(f"{self.store.folder} was gone and has been made again")
-            self.store.begin(step, turn)
+        if self._units is None:
+            raise RuntimeError("its snapshot could not be taken, and by now the weights have moved on")
         return self._units
+
+    def _discard(self, step: int, turn: int) -> None:
+        if self.leads:
+            self.store.discard(step, turn)
 
     def _write(self, step: int, turn: int, at: At) -> dict[str, Record]:
         """This rank's files."""
-        folder, snapshot = self.store.temporary(step, turn), self.snapshot
-        records = {}
+        snapshot, records = self.snapshot, {}
+        if not self.leads and not snapshot.moments:
+            return {}
+        if self.leads and self.saved >= 0 and not self.store.folder.exists():
+            self._notes.append(f"{self.store.folder} was gone and has been made again")
+        folder = self.store.begin(step, turn)
         if self.leads:
             name = "model.safetensors"
             records[name] = write_tensors(folder / name, snapshot.weights, snapshot.digests, at)
@@ -275,6 +281,21 @@ class Saver:
         except OSError as error:  # the checkpoint stands all the same
             self._notes.append(f"Old checkpoints could not be removed: {_reason(error)}")
         return folder
+
+
+def _beside(name: str, prepare: Callable[[], None], work: Callable[[], Any]) -> Future[Any]:
+    """Do work in a thread that does not keep the process from ending, as those of a pool would."""
+    task: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            prepare()
+            task.set_result(work())
+        except BaseException as error:  # whoever asks for the result gets it
+            task.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return task
 
 
 def _be_humble() -> None:

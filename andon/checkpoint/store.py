@@ -15,6 +15,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from torch import Tensor
 
 from andon.arena import Arena
 from andon.checkpoint import manifest
-from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
+from andon.checkpoint.listing import REPLACED, checkpoint_path, kept, put_back, step_of, steps
 from andon.checkpoint.manifest import Manifest, Record
 from andon.checkpoint.snapshot import weights_digests
-from andon.checkpoint.tensors import At, as_bytes
+from andon.checkpoint.tensors import At, as_bytes, tensor_blake3
 from andon.durable import sync
 from andon.errors import UserError
 
@@ -50,11 +51,18 @@ class Store:
         """Where a checkpoint is written; each attempt has its own."""
         return self.folder / f".checkpoint-{step}.{turn}"
 
-    def begin(self, step: int, turn: int) -> None:
-        """Make an empty temporary folder; what earlier attempts left is removed first."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.clean()
-        self.temporary(step, turn).mkdir()
+    def begin(self, step: int, turn: int) -> Path:
+        """Make the temporary folder; the ranks write their files into it, and the first to come makes it."""
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sync(self.folder.parent)
+        temporary = self.temporary(step, turn)
+        temporary.mkdir(exist_ok=True)
+        return temporary
+
+    def discard(self, step: int, turn: int) -> None:
+        """Remove what an attempt has written."""
+        shutil.rmtree(self.temporary(step, turn), ignore_errors=True)  # if it stays, the next prune tries
 
     def publish(self, temporary: Path, files: Mapping[str, Record], units: Mapping[str, str], at: At) -> Path:
         """The files in a temporary folder are on disk: write the manifest, sync, rename."""
@@ -63,13 +71,15 @@ class Store:
         for name, record in files.items():
             if (temporary / name).stat().st_size != record.size:
                 raise OSError(f"{name} does not have the {record.size:,} bytes that were written")
+        if strange := {path.name for path in temporary.iterdir()} - files.keys():
+            raise OSError(f"{temporary} also holds {', '.join(sorted(strange))}")
         at("manifest")
         (temporary / manifest.NAME).write_bytes(manifest.render(step_of(final), records, units))
         sync(temporary / manifest.NAME)
         sync(temporary)
         at("rename")
-        if final.exists():  # damaged, or from a branch that was left: what is saved now takes its place
-            _set_aside(final)
+        if final.exists():  # damaged, or from an attempt that was given up: this one takes its place
+            _set_aside(final, REPLACED)
         temporary.rename(final)
         at("renamed")
         sync(self.folder)
@@ -86,17 +96,18 @@ class Store:
 
     def clean(self) -> None:
         """Remove what interrupted saves and removals have left."""
+        put_back(self.folder)
         for leftover in self.folder.glob(".checkpoint-*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # if it stays, the next save tries again
+            shutil.rmtree(leftover, ignore_errors=True)  # if it stays, the next prune tries again
 
 
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint: its name goes first, so that a kill leaves no half of it behind."""
-    shutil.rmtree(_set_aside(checkpoint))
+    shutil.rmtree(_set_aside(checkpoint, ".removed"))
 
 
-def _set_aside(checkpoint: Path) -> Path:
-    aside = checkpoint.with_name(f".{checkpoint.name}.removed")
+def _set_aside(checkpoint: Path, suffix: str) -> Path:
+    aside = checkpoint.with_name(f".{checkpoint.name}{suffix}")
     shutil.rmtree(aside, ignore_errors=True)
     return checkpoint.rename(aside)
 
@@ -118,7 +129,9 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_moments(folder: Path, known: Manifest, sizes: Mapping[Moment, int]) -> Iterator[ReadMoments]:
-    """A reader of AdamW's moments by parameter and range, checked to be these, of these sizes."""
+    """A reader of AdamW's moments by parameter and range, checked to be these, of these sizes.
+
+    What it gives was verified as it was read: a rank may see another copy than the one that verified all."""
     pieces: dict[Moment, list[tuple[int, int, str, str]]] = defaultdict(list)
     for file, tensor, _ in known.tensors():
         if match := PIECE.fullmatch(tensor):
@@ -131,9 +144,16 @@ def open_moments(folder: Path, known: Manifest, sizes: Mapping[Moment, int]) -> 
             name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)
         }
 
+        @lru_cache(1)  # a piece may be asked for in several ranges, one after the other
+        def whole(file: str, tensor: str) -> Tensor:
+            found: Tensor = files[file].get_tensor(tensor)
+            if tensor_blake3(found) != known.files[file].tensors[tensor][2]:
+                raise manifest.Damaged(manifest.Damage(file, tensor, "its bytes are not what was saved"))
+            return found
+
         def read(kind: str, name: str, lo: int, hi: int) -> Tensor:
             parts = [
-                files[file].get_slice(tensor)[max(lo, start) - start : min(hi, stop) - start]
+                whole(file, tensor)[max(lo, start) - start : min(hi, stop) - start]
                 for start, stop, file, tensor in pieces[kind, name]
                 if start < hi and lo < stop
             ]

@@ -19,11 +19,10 @@ from andon.cluster.control import COORDINATOR, ControlLink, Message
 from andon.errors import UserError
 from andon.group.base import GroupError, ProtocolError
 from andon.group.link import Link
-from andon.metrics import Emit, event
+from andon.metrics import Emit, Event, cannot_write, event
 
 HANDSHAKE_SECONDS = 10.0
 PREPARE_SECONDS = 3600.0
-FREE_SPACE = "Free some space or choose another --run.dir; the checkpoints are intact"
 
 
 class Refused(GroupError):
@@ -59,7 +58,7 @@ class Coordinator:
             try:
                 link.send(kind, **fields)
             except GroupError as error:  # its own thread will see the end of the link
-                self.on_event(event("note", text=f"rank {rank} did not hear '{kind}': {error}"))
+                self._record(event("note", text=f"rank {rank} did not hear '{kind}': {error}"))
 
     def wait(self) -> int:
         """Wait until every worker has left; the worst exit code."""
@@ -98,11 +97,8 @@ class Coordinator:
             rank = self._admit(control)
             while code is None:
                 code = self._handle(rank, control.receive())
-        except OSError as error:  # from whoever records the events: the disk is full, the folder is gone
-            self.failures.append(UserError("The run's events cannot be written", str(error), FREE_SPACE))
-            self.stop()
         except GroupError as error:
-            self.on_event(event("note", text=str(error)))
+            self._record(event("note", text=str(error)))
         finally:
             control.close()
             if rank is not None:
@@ -139,7 +135,7 @@ class Coordinator:
             if self._stopping:
                 control.send("stop")
             self._links[rank] = control
-        self.on_event(event("worker", rank=rank, pid=hello.get("pid"), host=hello.get("host")))
+        self._record(event("worker", rank=rank, pid=hello.get("pid"), host=hello.get("host")))
         return rank
 
     def _free_rank(self, control: ControlLink, hello: Message, sees_folder: bool) -> int:
@@ -163,7 +159,7 @@ class Coordinator:
     def _handle(self, rank: int, message: Message) -> int | None:
         match message["kind"]:
             case "event":
-                self.on_event(message["event"])
+                self._record(message["event"])
             case "word":
                 self._hear(rank, message["topic"], message["word"])
             case "failed":
@@ -174,6 +170,16 @@ class Coordinator:
             case other:
                 raise ProtocolError(f"rank {rank} sent a message of unknown kind {other!r}")
         return None
+
+    def _record(self, said: Event) -> None:
+        """Pass an event on; if it cannot be recorded, all save and leave, and it is said at the end."""
+        try:
+            self.on_event(said)
+        except OSError as error:
+            with self._lock:
+                self.failures.append(cannot_write(error))
+                if not self._stopping:
+                    self.stop()
 
     def _hear(self, rank: int, topic: str, word: str) -> None:
         with self._lock:

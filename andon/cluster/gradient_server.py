@@ -1,8 +1,12 @@
-"""The gradient server of a `star` run, in a process of its own: it ends when its standard input does."""
+"""The gradient server of a `star` run, in a process of its own.
+
+Its standard input begins with the token that workers must know, and when it ends, so does the server.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 
@@ -11,7 +15,10 @@ from andon.group.star_server import StarServer
 
 def main(host: str, world_size: int, timeout: float) -> None:
     """Say where I listen, then serve until the workers are gone."""
-    server = StarServer((host, 0), world_size, timeout)
+    # A batch system signals every process; the workers need this one until they have saved.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    server = StarServer((host, 0), world_size, timeout, token=sys.stdin.readline().strip())
     print(*server.address, flush=True)
     threading.Thread(target=_end_with_input, daemon=True).start()
     server.serve()

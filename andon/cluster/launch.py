@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,7 +22,8 @@ from andon.cluster.coordinator import Coordinator
 from andon.cluster.prepare import prepare_tokens
 from andon.cluster.run_folder import RunFolder, read_mark
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
-from andon.config import Config, load
+from andon.config import Config
+from andon.configure import load
 from andon.data.tokens import TokenSet
 from andon.display import Display, show_error
 from andon.errors import UserError
@@ -122,9 +124,10 @@ def _run(
             workers = stack.enter_context(Workers(config, coordinator.address, log))
             started.append(workers)
             code = workers.wait()
-    if coordinator.failures:
-        show_error(console, coordinator.failures[0])
-        return EXIT_USER_ERROR
+    failures = coordinator.failures + ([recorder.failure] if recorder.failure else [])
+    if failures:
+        show_error(console, failures[0])
+        return code if code == EXIT_HALTED else EXIT_USER_ERROR
     if code not in (0, EXIT_HALTED):
         raise UserError(
             f"{workers.first_failure if not bind else 'A worker'} ended the run",
@@ -135,8 +138,8 @@ def _run(
 
 
 @contextlib.contextmanager
-def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int] | None]:
-    """For `star`: the process that sums the gradients, for as long as the run lasts."""
+def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int, str] | None]:
+    """For `star`: the process that sums the gradients, for as long as the run lasts; host, port, token."""
     if config.group.transport != "star":
         yield None
         return
@@ -151,8 +154,10 @@ def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int] | Non
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None
+    token = secrets.token_hex(16)
     try:
+        print(token, file=process.stdin, flush=True)
         words = process.stdout.readline().split()
         if len(words) != 2:
             raise UserError(
@@ -160,10 +165,11 @@ def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int] | Non
                 f"It ended with {process.wait()}",
                 "Try --group.transport ring",
             )
-        yield words[0], int(words[1])
+        yield words[0], int(words[1]), token
     finally:
         process.kill()
         process.wait()
+        process.stdin.close()
         process.stdout.close()
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from andon.config import Config, load
+from andon.config import Config
+from andon.configure import load
 from andon.data.shards import Corpus, prepare
 from andon.data.tokens import TokenSet
 from andon.errors import UserError

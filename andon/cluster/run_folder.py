@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import IO
 
-from andon.checkpoint.listing import checkpoint_path, newest, step_of, steps
+from andon.checkpoint.listing import checkpoint_path, newest, put_back, step_of, steps
 from andon.checkpoint.manifest import Damaged, verify, verify_named
 from andon.config import Config
 from andon.errors import UserError
@@ -45,6 +45,7 @@ class RunFolder:
                 f"Process {holder} is training there",
                 "Wait for it, or choose another --run.dir",
             ) from None
+        put_back(self.folder / "checkpoints")
         self._lock.truncate(0)
         self._lock.write(f"{os.getpid()} {secrets.token_hex(8)}")
         self._lock.flush()

@@ -43,9 +43,9 @@ def open_configured(
 ) -> Group:
     """The group that the configuration asks for; torch is made to give the same bits every time first.
 
-    `host` is where this rank can be reached, `server` the address of the gradient server (star)."""
+    `host` is where this rank can be reached, `server` host, port and token of the gradient server (star)."""
     settle(config.threads)
-    address = (str(server[0]), int(server[1])) if server else None
+    address, token = ((str(server[0]), int(server[1])), str(server[2])) if server else (None, "")
     settings = config.group
     return open_group(
         settings.transport,
@@ -54,6 +54,7 @@ def open_configured(
         wire=settings.wire,
         host=host,
         address=address,
+        token=token,
     )
 
 

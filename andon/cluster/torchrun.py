@@ -20,12 +20,14 @@ from andon.cluster.launch import run_folder
 from andon.cluster.prepare import prepare_tokens
 from andon.cluster.session import open_configured, settle, train
 from andon.cluster.worker import EXIT_HALTED
-from andon.config import Config, build
+from andon.config import Config
+from andon.configure import build
 from andon.display import Display
 from andon.group.base import Group
 from andon.group.torch_dist import StoreRendezvous, TorchGroup
 from andon.integrity.halt import JidokaHalt
 from andon.metrics import Event, Recorder, event
+from andon.run import while_others_wait
 
 
 def run(config: Config, resume: str, console: Console) -> int:
@@ -40,9 +42,11 @@ def run(config: Config, resume: str, console: Console) -> int:
     with contextlib.ExitStack() as stack:
         group = _open(config)
         stack.callback(group.close)
-        emit, found = _nothing, None
-        if rank == 0:
-            folder, found = stack.enter_context(run_folder(config, resume, console))
+        emit, found, recorder = _nothing, None, None
+        # Every byte of a checkpoint is verified here, which may take longer than the group would wait.
+        held = while_others_wait(group, lambda: stack.enter_context(run_folder(config, resume, console)))
+        if held:
+            folder, found = held
             folder.begin(config)
             display = Display(console, config)
             stack.callback(display.close)
@@ -61,6 +65,8 @@ def run(config: Config, resume: str, console: Console) -> int:
             train(config, tokens, group, Path(checkpoint) if checkpoint else None, emit, stop.is_set)
         except JidokaHalt:
             return EXIT_HALTED
+    if recorder and recorder.failure:
+        raise recorder.failure
     return 0
 
 

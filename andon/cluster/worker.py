@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -12,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import andon
@@ -57,8 +60,15 @@ class Membership:
             if self._leaving:
                 return
             # Without a coordinator nobody would end this process: leave, the last checkpoint stands.
-            print(f"rank {self.rank}: the coordinator is gone ({error})", file=sys.stderr, flush=True)
+            _log(f"rank {self.rank}: the coordinator is gone ({error})")
             os._exit(EXIT_USER_ERROR)
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first Ctrl-C or SIGTERM: all workers save and leave after this step. The second ends this one.
+
+        A system that shuts down, or a batch system, signals every process and not the launcher alone."""
+        signal.signal(number, signal.SIG_DFL)
+        self.stop.set()
 
     def exchange(self, topic: str, mine: str) -> list[str]:
         """Tell the coordinator my word on a topic and hear everyone's."""
@@ -94,18 +104,20 @@ def join(host: str, port: int, rank: int | None, tokens_of: Callable[[Config, Me
         raise
     control.send("ready", data=tokens.digest, folder=read_mark(config.run.dir))
     membership = Membership(control, _answer(control, "welcome"), WAIT_FOR_ALL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, membership.on_signal)
     code = EXIT_USER_ERROR
     try:
         code = _work(config, tokens, plan, membership)
     except UserError as error:
-        print(error, file=sys.stderr, flush=True)
+        _log(str(error))
         control.send("failed", what=error.what, cause=error.cause, remedy=error.remedy)
     except GroupError as error:
-        traceback.print_exc()
+        _log(traceback.format_exc())
         what = f"Rank {membership.rank} on {socket.gethostname()} stopped: {error}"
         control.send("failed", what=what, cause="A worker died or cannot be reached", remedy=START_AGAIN)
     except Exception as error:
-        traceback.print_exc()
+        _log(traceback.format_exc())
         what = f"Rank {membership.rank} on {socket.gethostname()} stopped: {type(error).__name__}: {error}"
         control.send(
             "failed", what=what, cause="This was not expected", remedy=f"Its traceback is in {plan['log']}"
@@ -124,7 +136,7 @@ def _work(config: Config, tokens: TokenSet, plan: dict[str, Any], membership: Me
     try:
         train(config, tokens, group, resume, membership.emit, membership.stop.is_set)
     except JidokaHalt as halt:
-        print(halt, file=sys.stderr, flush=True)
+        _log(str(halt))
         return EXIT_HALTED
     return 0
 
@@ -132,8 +144,14 @@ def _work(config: Config, tokens: TokenSet, plan: dict[str, Any], membership: Me
 def _reachable(server: list[Any] | None, membership: Membership) -> list[Any] | None:
     """The gradient server's address; one that listens everywhere is where the coordinator is."""
     if server and server[0] in ("0.0.0.0", "::"):
-        return [membership.control.link.socket.getpeername()[0], server[1]]
+        return [membership.control.link.socket.getpeername()[0], *server[1:]]
     return server
+
+
+def _log(text: str) -> None:
+    """Write to the log of this worker, which may lie on a disk that is full: the coordinator hears it too."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _answer(control: ControlLink, expected: str) -> Message:

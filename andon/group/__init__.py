@@ -20,10 +20,12 @@ def open_group(
     wire: Wire = "f32",
     host: str = "127.0.0.1",
     address: tuple[str, int] | None = None,
+    token: str = "",
 ) -> Group:
     """Open a group with everyone at the rendezvous.
 
-    `host` is where this rank can be reached (ring; torch, for rank 0), `address` the gradient server (star).
+    `host` is where this rank can be reached (ring; torch, for rank 0), `address` the gradient server (star)
+    and `token` what it wants to hear.
     """
     if transport == "local":
         from andon.group.local import LocalGroup
@@ -44,7 +46,7 @@ def open_group(
             raise ValueError("transport 'star' needs the address of the gradient server")
         from andon.group.star import StarGroup
 
-        return StarGroup.open(rendezvous, address, timeout, wire)
+        return StarGroup.open(rendezvous, address, timeout, wire, token)
     if transport == "ring":
         from andon.group.ring import RingGroup
 

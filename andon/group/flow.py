@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -44,7 +45,7 @@ class FlowRefused(FlowFailed):
     """The peer said something that the protocol does not allow."""
 
 
-class Flow:
+class Flow(ABC):
     """Pieces through one socket: `piece(i)` gives the bytes of piece i, or the room for it, when its turn has
     come, and `moved(i)` is told when it has moved. `peer` is the rank at the other end."""
 
@@ -89,11 +90,12 @@ class Flow:
             self._moved(self.done - 1)
         return True
 
-    def prepare_to_wait(self) -> None:
+    def prepare_to_wait(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """Called before sleeping until the peer lets this flow go on."""
 
+    @abstractmethod
     def _transfer(self, data: memoryview) -> int:
-        raise NotImplementedError
+        """Hand bytes to the system, or take them from it; how many."""
 
 
 class Outgoing(Flow):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -80,12 +81,11 @@ class StarGroup(Group):
     ) -> StarGroup:
         """Connect to the server at `address`."""
         rank, size = rendezvous.rank, rendezvous.world_size
-        data = knock(address, SERVER, Hello(rank, size, "data", token), timeout)
-        try:
+        with ExitStack() as undo:
+            data = knock(address, SERVER, Hello(rank, size, "data", token), timeout)
+            undo.callback(data.close)
             link = knock(address, SERVER, Hello(rank, size, "watch", token), timeout)
-        except Exception:
-            data.close()
-            raise
+            undo.pop_all()
         return cls(rank, size, data, Watch({SERVER: link}, [data], timeout), wire)
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
