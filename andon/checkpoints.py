@@ -15,7 +15,6 @@ from rich.table import Table
 from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
 from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.checkpoint.manifest import Damage, Damaged, Manifest, find_damage, read
-from andon.checkpoint.manifest import verify as verify_whole
 from andon.cluster.run_folder import RunFolder
 from andon.errors import UserError
 from andon.plan import human_bytes
@@ -28,10 +27,11 @@ def find(path: Path) -> list[Path]:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if found := [checkpoint_path(folder, step) for step in steps(folder)]:
         return found
+    is_run = (path / "config.yaml").exists()
     raise UserError(
         f"There is no checkpoint in {path}",
-        "It is no run, and holds no folder checkpoint-STEP",
-        "Name the folder of a run, such as runs/default",
+        "It has not saved yet" if is_run else "It is no run, and holds no folder checkpoint-STEP",
+        "Wait for its first" if is_run else "Name the folder of a run, such as runs/default",
     )
 
 
@@ -42,6 +42,8 @@ def show(path: Path, deep: bool, console: Console) -> None:
         table.add_column(heading, justify="left" if heading in ("checkpoint", "verdict") else "right")
     for checkpoint in find(path):
         damages = _damages(checkpoint, console) if deep else list(find_damage(checkpoint, sizes_only=True))
+        if not checkpoint.exists():
+            continue  # a run that goes on has removed it meanwhile
         step, loss, size = _facts(checkpoint)
         age = _age(time.time() - checkpoint.stat().st_mtime)
         good = "[green]good[/]" if deep else "complete"
@@ -56,20 +58,24 @@ def verify(path: Path, console: Console) -> int:
     """Verify every byte of each checkpoint; the exit code."""
     bad = 0
     for checkpoint in find(path):
+        size = human_bytes(_size(checkpoint))
         damages = _damages(checkpoint, console)
+        name = escape(str(checkpoint))
+        if not checkpoint.exists():
+            console.print(f"{name} was removed meanwhile", soft_wrap=True)
+            continue
         bad += bool(damages)
         if not damages:
-            size = human_bytes(read(checkpoint).size)
-            console.print(f"{escape(str(checkpoint))} is [green]good[/], {size}", soft_wrap=True)
+            console.print(f"{name} is [green]good[/], {size}", soft_wrap=True)
         for damage in damages:
-            console.print(f"{escape(str(checkpoint))} is [bold red]damaged[/]: {escape(str(damage))}")
+            console.print(f"{name} is [bold red]damaged[/]: {escape(str(damage))}", soft_wrap=True)
     return 1 if bad else 0
 
 
 def diff(first: Path, second: Path, console: Console) -> int:
     """Compare two checkpoints, verified first, by tensor; the exit code: 0 if they are equal."""
     pair = [_verified(folder, console) for folder in (first, second)]
-    table = Table(title=f"{first} and {second}")
+    table = Table(title=escape(f"{first} and {second}"))
     for heading in ("tensor", "verdict", "largest difference"):
         table.add_column(heading, justify="right" if heading == "largest difference" else "left")
     equal = 0
@@ -105,14 +111,18 @@ def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Consol
             if step not in staying:
                 if not dry_run:
                     remove(checkpoint)
-                console.print(f"{'would remove' if dry_run else 'removed'} {checkpoint}", soft_wrap=True)
+                did = "would remove" if dry_run else "removed"
+                console.print(f"{did} {checkpoint}", soft_wrap=True, markup=False)
     names = ", ".join(found[step].name for step in sorted(staying))
     console.print(f"kept {names}", soft_wrap=True)
 
 
 @contextlib.contextmanager
 def _held(run: Path) -> Iterator[None]:
-    """Hold the folder of a run, so that nobody trains there meanwhile."""
+    """Hold the folder of a run, so that nobody trains there meanwhile; copies elsewhere belong to no run."""
+    if not (run / ".lock").exists():
+        yield
+        return
     folder = RunFolder(run)
     folder.take()
     try:
@@ -124,7 +134,7 @@ def _held(run: Path) -> Iterator[None]:
 def _damages(checkpoint: Path, console: Console) -> list[Damage]:
     """Everything that is wrong, with a progress bar."""
     with contextlib.suppress(Damaged), _progress(console) as bar:
-        task = bar.add_task(checkpoint.name, total=read(checkpoint).size)
+        task = bar.add_task(escape(checkpoint.name), total=read(checkpoint).size)
         return list(find_damage(checkpoint, lambda count: bar.advance(task, count)))
     return list(find_damage(checkpoint))
 
@@ -142,7 +152,7 @@ def _verified(checkpoint: Path, console: Console) -> Manifest:
             str(damages[0]),
             "Compare checkpoints that are good: `andon checkpoint ls`",
         )
-    return verify_whole(checkpoint)
+    return read(checkpoint)
 
 
 def _differences(folders: tuple[Path, Path], known: tuple[Manifest, Manifest]) -> Iterator[tuple[str, str]]:
@@ -161,13 +171,21 @@ def _facts(checkpoint: Path) -> tuple[str, str, int]:
     """Step, loss and size, as far as they can be read."""
     import json
 
-    size = sum(file.stat().st_size for file in checkpoint.iterdir())
+    size = _size(checkpoint)
     try:
         state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         loss = "—" if state["loss"] is None else f"{state['loss']:.4f}"
         return f"{state['step']:,}", loss, size
     except (OSError, ValueError, KeyError, TypeError):
         return str(step_of(checkpoint)), "?", size
+
+
+def _size(checkpoint: Path) -> int:
+    sizes = 0
+    with contextlib.suppress(OSError):  # a link that leads nowhere, or a run that removes it meanwhile
+        for file in checkpoint.iterdir():
+            sizes += file.stat().st_size
+    return sizes
 
 
 def _age(seconds: float) -> str:

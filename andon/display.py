@@ -39,6 +39,7 @@ class Display:
         self.first_step = 0
         self.floor = ""
         self._last_line = 0.0
+        self._nobody_looks = False
         self._progress = Progress(
             TextColumn("[bold]step {task.completed:>5,.0f}/{task.total:,.0f}"),
             BarColumn(bar_width=None),
@@ -52,8 +53,12 @@ class Display:
     def __call__(self, said: Event) -> None:
         """Show one event."""
         handler = getattr(self, f"_on_{said['event']}", None)
-        if handler is not None:
+        if handler is None or self._nobody_looks:
+            return
+        try:
             handler(said)
+        except (BrokenPipeError, SystemExit):  # rich exits when nobody reads any more; training goes on
+            self._nobody_looks = True
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -22,6 +22,8 @@ from andon.errors import UserError
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
 LONGEST_WAIT = 64 << 20  # bytes of events that may wait for a disk
+RETRY = 1.0  # seconds until a disk that failed is tried again
+CLOSING = 10.0  # seconds that it has to take what is left at the end
 WHOLE = {"done": "summary.json", "halt": "halt.json"}
 
 
@@ -31,66 +33,95 @@ def event(kind: str, **fields: Any) -> Event:
 
 
 class Recorder:
-    """Writes the events of a run into its folder and passes them on to those who listen."""
+    """Writes the events of a run into its folder and passes them on to those who listen.
 
-    def __init__(self, folder: Path, *listeners: Emit) -> None:
+    A thread writes, so that a disk that hangs holds up nobody; while it is full or fails, events wait in
+    memory. `hold` is called when the folder has been removed: it makes it again, or raises `OSError`."""
+
+    def __init__(self, folder: Path, *listeners: Emit, hold: Callable[[], None] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.listeners = folder, listeners
+        self.failure: UserError | None = None
+        """Why some events were lost, if they were; known when it is closed."""
+        self._hold = hold or (lambda: folder.mkdir(parents=True, exist_ok=True))
         self._path = folder / "metrics.jsonl"
         cut_last_line(self._path)
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-        self._unwritten = b""
-        self._unwritten_files: dict[str, str] = {}
-        self.failure: UserError | None = None
-        self._turn = threading.RLock()  # workers speak at the same time, and listeners may speak again
+        self._lines, self._files = bytearray(), dict[str, str]()
+        self._error: OSError | None = None
+        self._closing = False
+        self._turn = threading.Condition()
+        self._telling = threading.RLock()  # workers speak at the same time, and listeners may speak again
+        self._writer = threading.Thread(target=self._write, name="andon-events", daemon=True)
+        self._writer.start()
 
     def emit(self, said: Event) -> None:
-        """Record one event; while the disk is full or fails, events wait in memory."""
+        """Record one event; it raises only after a very long time without a disk."""
         with self._turn:
-            self._emit(said)
-
-    def _emit(self, said: Event) -> None:
-        waiting = bool(self._unwritten or self._unwritten_files)
-        self._unwritten += as_json(said).encode() + b"\n"
-        if name := WHOLE.get(said["event"]):
-            fields = {key: value for key, value in said.items() if key not in ("event", "time")}
-            self._unwritten_files[name] = as_json(fields, indent=2) + "\n"
-        try:
-            self._flush()
-        except OSError as error:
-            if len(self._unwritten) > LONGEST_WAIT:
-                raise
-            if not waiting:
-                self._tell(event("note", text=f"Events wait in memory: {error.strerror} ({self.folder})"))
+            if len(self._lines) > LONGEST_WAIT:
+                raise self._error or OSError(f"{self.folder} does not answer")
+            self._lines += as_json(said).encode() + b"\n"
+            if name := WHOLE.get(said["event"]):
+                fields = {key: value for key, value in said.items() if key not in ("event", "time")}
+                self._files[name] = as_json(fields, indent=2) + "\n"
+            self._turn.notify_all()
         self._tell(said)
+
+    def _tell(self, said: Event) -> None:
+        with self._telling:
+            for listener in self.listeners:
+                listener(said)
+
+    def _write(self) -> None:
+        """Write whatever there is, until the end; after an error, try again now and then."""
+        closing = False
+        while not closing:
+            with self._turn:
+                pause = RETRY if self._error else None
+                self._turn.wait_for(lambda: self._closing or (not self._error and self._waiting), pause)
+                closing = self._closing
+            try:
+                self._flush()
+                self._error = None
+            except OSError as error:
+                if not self._error:
+                    reason = error.strerror or str(error)
+                    self._tell(event("note", text=f"Events wait in memory: {reason} ({self.folder})"))
+                self._error = error
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._lines or self._files)
 
     def _flush(self) -> None:
         if not self._is_there():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._hold()
+            file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
             self._file.close()
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self._file = file
             self._tell(event("note", text=f"{self._path} was gone: events from here on are in a new one"))
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        for name in list(self._unwritten_files):
-            write_whole(self.folder / name, self._unwritten_files[name])
-            del self._unwritten_files[name]
+        while lines := bytes(self._lines):
+            count = self._file.write(lines)
+            with self._turn:
+                del self._lines[:count]
+        for name, text in list(self._files.items()):
+            write_whole(self.folder / name, text)
+            with self._turn:
+                self._files = {key: value for key, value in self._files.items() if value is not text}
 
     def _is_there(self) -> bool:
         """Whether what we write still has its name: a folder may be removed while we write into it."""
         return self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
 
-    def _tell(self, said: Event) -> None:
-        for listener in self.listeners:
-            listener(said)
-
     def close(self) -> None:
-        """Write what still waits, and close the file; `failure` is why that could not be done."""
-        try:
-            self._flush()
-        except OSError as error:
-            self.failure = cannot_write(error)
-        finally:
+        """Write what still waits, if the disk answers, and close the file."""
+        with self._turn:
+            self._closing = True
+            self._turn.notify_all()
+        self._writer.join(CLOSING)
+        if self._waiting and not self.failure:
+            self.failure = cannot_write(self._error or OSError(f"{self.folder} does not answer"))
+        if not self._writer.is_alive():
             self._file.close()
 
 

@@ -63,6 +63,7 @@ class DataParallel:
         self.fingerprints = Fingerprints(self.arena, self.state, group)
         self.slots = self.gradients.slots
         self.steps_done = 0
+        self._gathered: dict[str, Tensor] = {}
 
     def backward(self, loss: Tensor, slot: int, tokens: int) -> None:
         """Backward of one slot's loss, summed over its tokens (or samples)."""
@@ -101,23 +102,26 @@ class DataParallel:
                 self.group, step, [flat[:owned] for flat in moments], [flat[owned:] for flat in moments]
             )
 
-    def gather_moments(self) -> dict[str, Tensor]:
-        """AdamW's moments of every parameter on the CPU, complete on rank 0; every rank calls it."""
-        views = self.arena.layout.views
-        whole = {kind: flat.cpu() for kind, flat in self.optimizer.moments.items()}
-        if self.ownership.shared:
-            for kind, flat in self.optimizer.moments.items():
-                whole[kind] = torch.zeros(self.arena.layout.size)
-                self._gather_into(whole[kind], flat)
-        return {f"{kind}.{name}": view for kind, flat in whole.items() for name, view in views(flat).items()}
+    def _gather_moments(self) -> dict[str, Tensor]:
+        """AdamW's moments of every parameter on the CPU of rank 0, nothing elsewhere; every rank calls it.
 
-    def _gather_into(self, whole: Tensor, flat: Tensor) -> None:
-        at = 0
-        for start, stop in self.own:
-            whole[start:stop].copy_(flat[at : at + stop - start])
-            at += stop - start
-        for unit, bounds in zip(self.arena.layout.units, self.ownership.bounds or (), strict=False):
-            self.group.all_gather(whole[unit.start : unit.stop], bounds)
+        The others hold one unit at a time; rank 0 keeps the room for the next time."""
+        layout, leads = self.arena.layout, self.group.rank == 0
+        most = max(unit.stop - unit.start for unit in layout.units)
+        found: dict[str, Tensor] = {}
+        for kind, flat in self.optimizer.moments.items():
+            if leads and kind not in self._gathered:
+                self._gathered[kind] = torch.zeros(layout.size)
+            room, at = self._gathered[kind] if leads else torch.zeros(most), 0
+            for unit, bounds in zip(layout.units, self.ownership.bounds or (), strict=True):
+                whole = room[unit.start : unit.stop] if leads else room[: unit.stop - unit.start]
+                lo, hi = bounds[self.group.rank : self.group.rank + 2]
+                whole[lo:hi].copy_(flat[at : at + hi - lo])
+                at += hi - lo
+                self.group.all_gather(whole, bounds)
+            if leads:
+                found |= {f"{kind}.{name}": view for name, view in layout.views(room).items()}
+        return found
 
     def moments_to_save(self, alone: bool) -> dict[str, Tensor]:
         """What this rank saves of AdamW's moments: `first.NAME[lo:hi]` and the elements, where they are.
@@ -125,9 +129,8 @@ class DataParallel:
         `alone`: rank 0 saves everything; with ZeRO it is gathered for that, by all ranks together."""
         moments, ranges = self.optimizer.moments, self.own
         if alone and self.ownership.shared:
-            whole = self.gather_moments()
-            found = {f"{name}[0:{tensor.numel()}]": tensor.view(-1) for name, tensor in whole.items()}
-            return {} if self.group.rank else found
+            whole = self._gather_moments()
+            return {f"{name}[0:{tensor.numel()}]": tensor.view(-1) for name, tensor in whole.items()}
         if alone and self.group.rank:
             return {}
         if not alone and not self.ownership.shared:  # everyone has all of it: an even share each

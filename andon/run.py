@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,6 +26,7 @@ from andon.trainer import Trainer
 
 T = TypeVar("T")
 BUSY = b"busy"
+PATIENCE = 30.0  # seconds that training, or a halt, waits for a save before it goes on without
 
 
 class Run:
@@ -37,6 +39,8 @@ class Run:
         self.emit: Emit = emit if self.leads else _nothing
         self.tokenizer = trainer.tokens.tokenizer()
         self.saver = self._make_saver()
+        self.overdue = -1
+        """The step whose save has used up our patience."""
         self.on_stories = self.config.data.corpus == ("stories",)
         self.sampled = time.monotonic()
 
@@ -52,7 +56,14 @@ class Run:
         store = Store(self.config.run.dir / "checkpoints", settings.keep, settings.keep_every)
         if self.leads:
             store.clean()
-        saver = Saver(group, store, snapshot, self.trainer.faults, self._tell, settings.timeout)
+        mark = marks[group.rank].decode()
+
+        def may_write() -> None:
+            if mark and read_mark(self.config.run.dir) not in (mark, ""):
+                raise OSError(f"another run has taken {self.config.run.dir}")
+
+        faults, seconds = self.trainer.faults, settings.timeout
+        saver = Saver(group, store, snapshot, faults, self._tell, seconds, may_write)
         if self.trainer.resumed == checkpoint_path(store.folder, self.trainer.step).resolve():
             saver.saved = self.trainer.step
         return saver
@@ -79,7 +90,7 @@ class Run:
             totals = self._step(stop_wanted())
             last = totals.stop or self.trainer.step == steps
             if last or should_save(self.trainer.step, self.config.checkpoint.every, steps):
-                self.save(wait=last)
+                self.save(wait=last, patience=math.inf if last else PATIENCE)
             if totals.stop:
                 self.emit(event("stopped", step=self.trainer.step))
                 return
@@ -98,15 +109,24 @@ class Run:
         if self.saver.failure and self.config.checkpoint.on_failure == "stop":
             raise self.saver.failure
 
-    def save(self, wait: bool) -> None:
-        """Save the current step, beside the steps that follow or now."""
-        self.saver.finish()
+    def save(self, wait: bool, patience: float = math.inf) -> None:
+        """Save the current step, beside the steps that follow or now; for a save that is still being written
+        it has `patience`, for then the disk is in trouble and training matters more."""
+        step = self.trainer.step
+        if not self.saver.finish(patience if wait or self.saver.step != self.overdue else 0.0):
+            self.overdue = self.saver.step
+            text = f"Step {step} is not saved: the save of step {self.overdue} has not ended"
+            self.emit(event("note", text=text))
+            return
         self._stop_if_configured()
+        if self.saver.saved == step:
+            return
         if self.alone and self.trainer.parallel.ownership.shared:
             self.saver.snapshot.moments = self.trainer.parallel.moments_to_save(alone=True)
-        self.saver.request(self.trainer.step, self.trainer.texts() if self.leads else {})
+        self.saver.request(step, self.trainer.texts() if self.leads else {})
         if wait:
-            self.saver.finish()
+            if not self.saver.finish(patience):
+                self.emit(event("note", text=f"The save of step {step} did not end in {patience:g} s"))
             if self.saver.failure:
                 raise self.saver.failure
 
@@ -114,11 +134,11 @@ class Run:
         """Keep the last committed step; the halt is what matters, so that a failure is only noted."""
         try:
             if halt.sound and self.trainer.step:
-                self.save(wait=True)
+                self.save(wait=True, patience=PATIENCE)
             if not halt.sound:
                 # What differs now may have been copied already; a save of an earlier step was compared since.
                 self.saver.give_up(halt.step - 1, halt.cause)
-                self.saver.finish()
+                self.saver.finish(PATIENCE)
         except (UserError, GroupError) as error:
             self.emit(event("note", text=str(error)))
 

@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from andon.checkpoint.listing import checkpoint_path, steps
 from andon.checkpoint.manifest import Manifest, verify
+from andon.checkpoint.saver import Saver
+from andon.checkpoint.snapshot import Snapshot
+from andon.checkpoint.store import Store
+from andon.cluster.run_folder import RunFolder, read_mark
 from andon.errors import UserError
+from andon.group.local import LocalGroup
 from andon.metrics import Event, Recorder, event, read
 from andon.trainer import Trainer
 from tests.runs import SMALL, andon, events, finish, start, summary, wait_for_step
 from tests.saving import STEPS, newest_good, quick_config, run_alone
-from tests.training import small_tokens
+from tests.training import make_trainer, small_tokens
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +157,8 @@ def test_a_run_whose_folder_is_removed_goes_on_in_a_new_one(tmp_path: Path) -> N
     options = ["--train.steps=30", "--workers=2", "--checkpoint.every=5", "--run.dir=run"]
     process = start("train", *SMALL, *options, "--fault=stall:rank=1,step=9,seconds=2", cwd=tmp_path)
     wait_for_step(tmp_path / "run", 8, process)
-    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "gone")  # at once; file by file, they would come back meanwhile
+    shutil.rmtree(tmp_path / "gone")
     output = finish(process)
     assert process.returncode == 0, output
     assert "was gone" in output
@@ -179,10 +187,105 @@ def test_events_wait_in_memory_while_the_disk_is_full(small_disk: Path) -> None:
         ballast.write_bytes(bytes(1 << 20))
     for number in range(200):
         recorder.emit(event("step", step=number, text="x" * 100))
-    assert [said["text"] for said in heard if said["event"] == "note"] == [
-        f"Events wait in memory: No space left on device ({small_disk / 'run'})"
-    ]
+    until = time.monotonic() + 10
+    while not (notes := [said["text"] for said in heard if said["event"] == "note"]):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert notes == [f"Events wait in memory: No space left on device ({small_disk / 'run'})"]
     ballast.unlink()
     recorder.emit(event("step", step=200))
     recorder.close()
+    assert recorder.failure is None
     assert names(list(read(small_disk / "run")), "step") == list(range(201))
+
+
+def test_whatever_happens_to_the_file_of_events_the_others_hear_them(tmp_path: Path) -> None:
+    heard: list[Event] = []
+    recorder = Recorder(tmp_path, heard.append)
+    recorder.emit(event("step", step=1))
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    for number in range(2, 5):
+        recorder.emit(event("step", step=number))
+    recorder.close()
+    assert names(heard, "step") == [1, 2, 3, 4]
+    assert recorder.failure and "Is a directory" in recorder.failure.cause
+
+
+def test_a_folder_that_was_removed_is_held_again_unless_another_run_has_it(tmp_path: Path) -> None:
+    mine, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    mine.take()
+    mark = read_mark(mine.folder)
+    mine.hold()  # nothing has happened
+    shutil.rmtree(mine.folder)
+    mine.hold()
+    assert read_mark(mine.folder) == mark
+    with pytest.raises(UserError, match="is in use"):
+        other.take()
+    shutil.rmtree(mine.folder)
+    other.take()
+    with pytest.raises(OSError, match="another run has taken"):
+        mine.hold()
+    assert read_mark(mine.folder) not in ("", mark)
+    mine.release()
+    other.release()
+
+
+def test_a_run_whose_folder_another_has_taken_writes_nothing_there(tmp_path: Path, tokens: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".lock").write_text("mine")
+
+    def take(said: Event, trainer: Trainer) -> None:
+        if said["event"] == "checkpoint" and said["step"] == 2:
+            shutil.rmtree(run)
+            run.mkdir()
+            (run / ".lock").write_text("another's")
+
+    with pytest.raises(UserError, match="another run has taken"):
+        run_alone(tokens, quick_config(run), take)
+    assert [path.name for path in run.iterdir()] == [".lock"]
+
+
+def test_training_goes_on_beside_a_save_that_does_not_end(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("andon.run.PATIENCE", 0.2)
+    config = quick_config(tmp_path, fault=["stall:rank=0,step=2,at=wrote,seconds=2"], train__steps=40)
+    _, heard = run_alone(tokens, config)
+    notes = [said["text"] for said in heard if said["event"] == "note"]
+    assert notes[0] == "Step 4 is not saved: the save of step 2 has not ended"
+    assert names(heard, "checkpoint")[0] == 2 and names(heard, "checkpoint")[-1] == 40
+    assert names(heard, "save_failed") == []
+
+
+def test_a_save_is_not_late_because_the_steps_are_long(tmp_path: Path, tokens: Path) -> None:
+    slow = [f"stall:rank=0,step={step},at=forward,seconds=1" for step in (3, 4, 5)]
+    config = quick_config(tmp_path, fault=slow, checkpoint__timeout=0.3, train__steps=5, checkpoint__every=2)
+    _, heard = run_alone(tokens, config)
+    assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4, 5]
+
+
+def test_a_snapshot_that_changes_in_memory_is_not_published(tmp_path: Path, tokens: Path) -> None:
+    store = Store(tmp_path / "checkpoints", keep=1)
+    trainer = make_trainer(LocalGroup(), tokens, quick_config(tmp_path))
+    failed: list[str] = []
+
+    def tell(kind: str, **fields: Any) -> None:
+        failed.extend([fields["reason"]] if kind == "save_failed" else [])
+
+    moments = trainer.parallel.moments_to_save(alone=False)
+    snapshot = Snapshot(trainer.arena, moments, 1, weights=True)
+    saver = Saver(trainer.group, store, snapshot, trainer.faults, tell)
+    try:
+        saver.save_now(1, trainer.texts())
+        saver.request(2, trainer.texts())
+        saver.word()  # the snapshot is there
+        snapshot.weights["lm_head.weight"].view(-1)[0] += 1.0
+        saver.finish()
+    finally:
+        saver.close()
+        trainer.gradients.close()
+    reason = "rank 0: OSError: lm_head.weight has changed in memory since it was copied"
+    assert failed == [reason, reason]
+    assert steps(store.folder) == [1] and newest_good(tmp_path) == (checkpoint_path(store.folder, 1), [])

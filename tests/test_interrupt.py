@@ -84,6 +84,15 @@ def test_sigterm_to_every_process_at_once_saves_and_leaves(tmp_path: Path, trans
     verify(checkpoint_path(tmp_path / "run" / "checkpoints", stopped["step"]))
 
 
+def test_two_signals_at_the_same_moment_are_heard(tmp_path: Path) -> None:
+    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode in (0, 1) and "Once more quits" in output, output
+
+
 def test_sigterm_to_one_worker_stops_all_of_them(tmp_path: Path) -> None:
     process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)

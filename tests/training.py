@@ -48,8 +48,18 @@ def make_trainer(group: Group, tokens: Path, config: Config) -> Trainer:
 
 
 def digest(trainer: Trainer) -> str:
-    """The digest of weights and moments together."""
-    return weights_blake3({**trainer.arena.parameters, **trainer.parallel.gather_moments()})
+    """The digest of weights and moments together, whoever holds the moments."""
+    parallel, layout = trainer.parallel, trainer.arena.layout
+    state: dict[str, torch.Tensor] = dict(trainer.arena.parameters)
+    for kind, flat in parallel.optimizer.moments.items():
+        whole, at = torch.zeros(layout.size), 0
+        for start, stop in parallel.own:
+            whole[start:stop] = flat[at : at + stop - start]
+            at += stop - start
+        for unit, bounds in zip(layout.units, parallel.ownership.bounds or (), strict=False):
+            trainer.group.all_gather(whole[unit.start : unit.stop], bounds)
+        state |= {f"{kind}.{name}": view for name, view in layout.views(whole).items()}
+    return weights_blake3(state)
 
 
 def train_digest(group: Group, tokens: Path, config: Config) -> str:

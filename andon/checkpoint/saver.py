@@ -16,8 +16,7 @@ is through.
 from __future__ import annotations
 
 import json
-import os
-import sys
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 
+from andon.checkpoint.beside import be_humble, beside
 from andon.checkpoint.manifest import Record
 from andon.checkpoint.phases import Phase, Save
 from andon.checkpoint.snapshot import Snapshot
@@ -52,7 +52,8 @@ class Cancelled(Exception):
 
 
 class Saver:
-    """Saves the checkpoints of a run together with the other ranks; `seconds`: the longest one may take."""
+    """Saves the checkpoints of a run together with the other ranks; `seconds`: the longest one may take;
+    `may_write` raises `OSError` if the folder is not this run's any more."""
 
     def __init__(
         self,
@@ -62,8 +63,10 @@ class Saver:
         faults: Faults,
         tell: Tell,
         seconds: float = 1800.0,
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:
         self.group, self.store, self.faults, self.tell = group, store, faults, tell
+        self._may_write = may_write
         self.leads = group.rank == 0
         self.saved = -1
         """The step that was saved last."""
@@ -77,6 +80,7 @@ class Saver:
         self._units: tuple[str, ...] | None = None
         self._records: dict[str, Any] = {}
         self._task: Future[Any] | None = None
+        self._pruning: Future[Any] | None = None
         self._cancel = threading.Event()
         self._attempt, self._publishing, self._started = 0, False, 0.0
         self._notes: list[str] = []
@@ -107,7 +111,12 @@ class Saver:
         accepted = self._save.request(step)
         assert accepted, self._save.phase
         at = partial(self._at, self._cancel, step)
-        self._task = _beside("andon-snapshot", self._same_threads, partial(self._take, step, at))
+        self._task = beside("andon-snapshot", self._same_threads, partial(self._take, step, at))
+
+    @property
+    def step(self) -> int:
+        """The step of the save that runs, or ran last."""
+        return self._save.step
 
     def word(self) -> Any:
         """What this rank says with this step's words; first its snapshot, a copy in memory, must be there."""
@@ -145,7 +154,8 @@ class Saver:
                     self._save.complete(turn)
                 case "failed":
                     self._save.fail(rank, turn, value)
-        self._save.look(words[0][0])
+        if not any(kind for _, kind, _, _ in words):  # a long step must not make what is done late
+            self._save.look(words[0][0])
         self._move_on()
 
     def _move_on(self) -> None:
@@ -153,14 +163,17 @@ class Saver:
         at = partial(self._at, self._cancel, save.step)
         if save.phase is Phase.SYNCED:
             save.begin_writing()
-            self._task = _beside("andon-write", _be_humble, partial(self._write, save.step, save.turn, at))
+            self._task = beside("andon-write", be_humble, partial(self._write, save.step, save.turn, at))
         elif save.all_wrote and self.leads and not self._publishing:
             self._publishing = True
             work = partial(self._publish, save.step, save.turn, at)
-            self._task = _beside("andon-write", _be_humble, work)
+            self._task = beside("andon-write", be_humble, work)
         elif save.phase is Phase.COMPLETE:
             save.resume()
             self._completed()
+            if self.leads:
+                at = partial(self._at, threading.Event(), save.step)  # it is not given up with a later save
+                self._pruning = beside("andon-prune", be_humble, partial(self.store.prune, save.step, at))
         elif not save.running and self._task:
             self._cancel.set()
             self._task = None
@@ -171,6 +184,8 @@ class Saver:
         self.saved = step
         while self._notes:
             self.tell("note", text=self._notes.pop(0))
+        if self._pruning and self._pruning.done() and (error := self._pruning.exception()):
+            self.tell("note", text=f"Old checkpoints could not be removed: {_reason(error)}")
         self.tell(
             "checkpoint",
             step=step,
@@ -203,7 +218,7 @@ class Saver:
             self.failure = None
             self._try(save.step)
         else:
-            _beside("andon-write", _be_humble, partial(self._discard, save.step, save.turn))
+            beside("andon-write", be_humble, partial(self._discard, save.step, save.turn))
 
     def give_up(self, step: int, reason: str) -> None:
         """Drop the save of a step, if it is on its way: what it copied is in doubt. All ranks do so alike."""
@@ -213,21 +228,27 @@ class Saver:
             self._task = None
             self.tell("save_failed", step=step, reason=reason, folder=str(self.store.folder), again=False)
 
-    def finish(self) -> None:
-        """Wait with all ranks until no save is on its way."""
-        started = time.perf_counter()
+    def finish(self, patience: float = math.inf) -> bool:
+        """Wait with all ranks until no save is on its way, or for so many seconds; whether none is."""
+        until = math.inf
         while self._save.running:
+            started = time.perf_counter()
             if self._task:
                 wait([self._task], BEAT)
-            words = self.group.all_gather_bytes(json.dumps(self._word()).encode())
-            self.hear([json.loads(word) for word in words])
-        self.stall += time.perf_counter() - started
+            gathered = self.group.all_gather_bytes(json.dumps(self._word()).encode())
+            words = [json.loads(word) for word in gathered]
+            self.stall += time.perf_counter() - started
+            self.hear(words)
+            now = words[0][0]  # of one clock, so that all ranks end alike
+            until = min(until, now + patience)
+            if now >= until:
+                break
+        return not self._save.running
 
     def close(self) -> None:
         """Give up what is being written; what hangs in a disk does not hold the process for long."""
         self._cancel.set()
-        if self._task:
-            wait([self._task], CLOSING)
+        wait([task for task in (self._task, self._pruning) if task], CLOSING)
 
     def _at(self, cancel: threading.Event, step: int, place: str) -> None:
         if cancel.is_set():
@@ -255,6 +276,7 @@ class Saver:
             return {}
         if self.leads and self.saved >= 0 and not self.store.folder.exists():
             self._notes.append(f"{self.store.folder} was gone and has been made again")
+        self._may_write()
         folder = self.store.begin(step, turn)
         if self.leads:
             name = "model.safetensors"
@@ -275,33 +297,7 @@ class Saver:
         assert self._units is not None
         names = [unit.name for unit in self.snapshot.arena.layout.units]
         units = dict(zip(names, self._units, strict=True))
-        folder = self.store.publish(self.store.temporary(step, turn), files, units, at)
-        try:
-            self.store.prune(step, at)
-        except OSError as error:  # the checkpoint stands all the same
-            self._notes.append(f"Old checkpoints could not be removed: {_reason(error)}")
-        return folder
-
-
-def _beside(name: str, prepare: Callable[[], None], work: Callable[[], Any]) -> Future[Any]:
-    """Do work in a thread that does not keep the process from ending, as those of a pool would."""
-    task: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            prepare()
-            task.set_result(work())
-        except BaseException as error:  # whoever asks for the result gets it
-            task.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return task
-
-
-def _be_humble() -> None:
-    """Write only when the processor has nothing better to do."""
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+        return self.store.publish(self.store.temporary(step, turn), files, units, at)
 
 
 def _reason(error: BaseException) -> str:

@@ -62,7 +62,7 @@ class Store:
 
     def discard(self, step: int, turn: int) -> None:
         """Remove what an attempt has written."""
-        shutil.rmtree(self.temporary(step, turn), ignore_errors=True)  # if it stays, the next prune tries
+        shutil.rmtree(self.temporary(step, turn), ignore_errors=True)  # if it stays, the next start tries
 
     def publish(self, temporary: Path, files: Mapping[str, Record], units: Mapping[str, str], at: At) -> Path:
         """The files in a temporary folder are on disk: write the manifest, sync, rename."""
@@ -86,19 +86,19 @@ class Store:
         return final
 
     def prune(self, newest: int, at: At = lambda place: None) -> None:
-        """After the checkpoint `newest`: remove those before it that are not kept, and what a kill left."""
+        """After the checkpoint `newest`: remove those before it that are not kept."""
         before = [step for step in steps(self.folder) if step <= newest]
         for step in before:
             if step not in kept(before, self.keep, self.keep_every):
                 at("prune")
                 remove(checkpoint_path(self.folder, step))
-        self.clean()
+        shutil.rmtree(self.folder / f".checkpoint-{newest}{REPLACED}", ignore_errors=True)
 
     def clean(self) -> None:
         """Remove what interrupted saves and removals have left."""
         put_back(self.folder)
         for leftover in self.folder.glob(".checkpoint-*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # if it stays, the next prune tries again
+            shutil.rmtree(leftover, ignore_errors=True)  # if it stays, the next start tries again
 
 
 def remove(checkpoint: Path) -> None:

@@ -37,7 +37,7 @@ def tensor_blake3(tensor: Tensor) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, str], at: At) -> Record:
-    """Write a safetensors file and wait until it is on disk; `known` are digests already computed."""
+    """Write a safetensors file and wait until it is on disk; `known` are digests that must come out."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -50,14 +50,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str,
     with _Sink(path, at) as sink:
         sink.write(memoryview(len(text).to_bytes(8, "little") + text))
         for name, tensor in tensors.items():
-            start, data = sink.size, as_bytes(tensor)
-            digest = None if name in known else blake3()
+            start, data, digest = sink.size, as_bytes(tensor), blake3()
             for lo in range(0, len(data), CHUNK):
                 piece = data[lo : lo + CHUNK]
-                if digest is not None:
-                    digest.update(piece)
+                digest.update(piece)
                 sink.write(piece)
-            places[name] = (start, sink.size, known[name] if digest is None else digest.hexdigest())
+            places[name] = (start, sink.size, digest.hexdigest())
+            if known.get(name, places[name][2]) != places[name][2]:
+                raise OSError(f"{name} has changed in memory since it was copied")
     return Record(sink.size, sink.digest.hexdigest(), places)
 
 

@@ -7,7 +7,6 @@ It holds no weights and sees no gradient. Each worker has one thread here that r
 
 from __future__ import annotations
 
-import queue
 import socket
 import threading
 from collections import defaultdict
@@ -21,6 +20,7 @@ from andon.group.base import GroupError, ProtocolError
 from andon.group.link import Link
 from andon.metrics import Emit, Event, cannot_write, event
 
+BLINK = 0.5  # seconds between looks at what else has happened
 HANDSHAKE_SECONDS = 10.0
 PREPARE_SECONDS = 3600.0
 
@@ -37,12 +37,14 @@ class Coordinator:
     ) -> None:
         self.plan, self.world_size, self.on_event = plan, world_size, on_event
         self.failures: list[UserError] = []
-        self.ends: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
-        """(rank, exit code) of every worker whose link has ended; None: it was lost."""
+        self.codes: dict[int, int] = {}
+        """The exit code of every worker that has left or was lost."""
+        self._lost: list[int] = []
         self._words: dict[str, dict[int, str]] = defaultdict(dict)
         self._links: dict[int, ControlLink] = {}
         self._stopping = self._begun = False
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._listener = socket.create_server(bind)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._start(self._accept)
@@ -62,16 +64,20 @@ class Coordinator:
 
     def wait(self) -> int:
         """Wait until every worker has left; the worst exit code."""
-        codes: list[int] = []
-        while len(codes) < self.world_size:
-            rank, code = self.ends.get()
-            if code is None and not self.failures:
-                lost = UserError(
-                    f"Rank {rank} was lost", "Its connection ended", "Start everything again: it goes on"
-                )
-                self.failures.append(lost)
-            codes.append(1 if code is None else code)
-        return max(codes)
+        with self._changed:  # a wait without an end would not let signals through that come together
+            while not self.all_left:
+                self._changed.wait(BLINK)
+        if self._lost and not self.failures:
+            what = f"Rank {self._lost[0]} was lost"
+            self.failures.append(
+                UserError(what, "Its connection ended", "Start everything again: it goes on")
+            )
+        return max(self.codes.values())
+
+    @property
+    def all_left(self) -> bool:
+        """Whether every worker has said goodbye or was lost."""
+        return len(self.codes) == self.world_size
 
     def close(self) -> None:
         """Stop listening."""
@@ -105,7 +111,9 @@ class Coordinator:
                 with self._lock:
                     del self._links[rank]
                     if self._begun or code is not None:
-                        self.ends.put((rank, code))
+                        self._lost += [rank] if code is None else []
+                        self.codes[rank] = 1 if code is None else code
+                        self._changed.notify_all()
 
     def _admit(self, control: ControlLink) -> int:
         """The handshake: version, then data, then a rank."""

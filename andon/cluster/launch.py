@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import secrets
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -18,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from andon.cluster.coordinator import Coordinator
+from andon.cluster.coordinator import BLINK, Coordinator
 from andon.cluster.prepare import prepare_tokens
 from andon.cluster.run_folder import RunFolder, read_mark
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
@@ -27,7 +29,7 @@ from andon.configure import load
 from andon.data.tokens import TokenSet
 from andon.display import Display, show_error
 from andon.errors import UserError
-from andon.metrics import Event, Recorder, event
+from andon.metrics import Emit, Event, Recorder, event
 from andon.plan_view import show_plan
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed
@@ -71,6 +73,17 @@ def run_folder(config: Config, resume: str, console: Console) -> Iterator[tuple[
         folder.release()
 
 
+def recording(config: Config, folder: RunFolder, recorder: Recorder) -> Emit:
+    """Record events; with the first of training, the earlier end of the run is forgotten."""
+
+    def emit(said: Event) -> None:
+        if said["event"] == "start":
+            folder.begin(config)
+        recorder.emit(said)
+
+    return emit
+
+
 def serve(config: Config, bind: tuple[str, int], console: Console) -> int:
     """`andon coordinator`: wait for workers started elsewhere and see them through; gives the exit code."""
     config = absolute(config).with_transport("star")
@@ -91,7 +104,7 @@ def _run(
     log = config.run.dir / "logs" / "rank-{rank}.log"
     with contextlib.ExitStack() as stack:
         stack.callback(display.close)
-        recorder = stack.enter_context(contextlib.closing(Recorder(folder.folder, display)))
+        recorder = stack.enter_context(contextlib.closing(Recorder(folder.folder, display, hold=folder.hold)))
         server = stack.enter_context(gradient_server(config, bind[0] if bind else "127.0.0.1"))
         plan = {
             "config": config.model_dump(mode="json"),
@@ -102,15 +115,10 @@ def _run(
             "log": str(log.parent),
             "server": server,
         }
-
-        def on_event(said: Event) -> None:
-            if said["event"] == "start":
-                folder.begin(config)
-            recorder.emit(said)
-
+        emit = recording(config, folder, recorder)
         for note in folder.notes:
-            recorder.emit(event("note", text=note))
-        coordinator = Coordinator(plan, config.workers, on_event, bind or ("127.0.0.1", 0))
+            emit(event("note", text=note))
+        coordinator = Coordinator(plan, config.workers, emit, bind or ("127.0.0.1", 0))
         stack.enter_context(contextlib.closing(coordinator))
         if bind:
             host, port = coordinator.address
@@ -123,7 +131,7 @@ def _run(
             stack.enter_context(_interrupts(console, coordinator, started))
             workers = stack.enter_context(Workers(config, coordinator.address, log))
             started.append(workers)
-            code = workers.wait()
+            code = workers.wait(coordinator)
     failures = coordinator.failures + ([recorder.failure] if recorder.failure else [])
     if failures:
         show_error(console, failures[0])
@@ -181,7 +189,9 @@ class Workers:
         self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.first_failure = "A worker"
         self.processes = [self._start(config, address, rank, log) for rank in range(config.workers)]
-        self._threads = [threading.Thread(target=self._watch, args=[rank]) for rank in range(config.workers)]
+        self._threads = [
+            threading.Thread(target=self._watch, args=[rank], daemon=True) for rank in range(config.workers)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -203,14 +213,20 @@ class Workers:
     def _watch(self, rank: int) -> None:
         self._exits.put((rank, self.processes[rank].wait()))
 
-    def wait(self) -> int:
-        """Wait for all; once one has failed, the rest have a while to stop by themselves."""
-        worst = 0
-        for _ in self.processes:
+    def wait(self, coordinator: Coordinator) -> int:
+        """Wait for all; once one has failed or all have said goodbye, they have a while to end."""
+        worst, ended, until = 0, 0, math.inf
+        while ended < len(self.processes):
+            if until == math.inf and (worst or coordinator.all_left):
+                until = time.monotonic() + GRACE
             try:
-                rank, code = self._exits.get(timeout=GRACE if worst else None)
+                # A wait without an end would not let signals through that come together.
+                rank, code = self._exits.get(timeout=BLINK)
             except queue.Empty:
-                break
+                if time.monotonic() < until:
+                    continue
+                return worst or max(coordinator.codes.values(), default=EXIT_USER_ERROR)
+            ended += 1
             if code and not worst:
                 self.first_failure = f"Rank {rank}" + (
                     f", killed by {_signal_name(-code)}," if code < 0 else ""
@@ -229,8 +245,9 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        for thread in self._threads:
-            thread.join()
+        until = time.monotonic() + GRACE
+        for thread in self._threads:  # what hangs in a disk cannot be killed: it is left behind
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _signal_name(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -21,6 +22,7 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock: IO[str] | None = None
+        self._mark = f"{os.getpid()} {secrets.token_hex(8)}"
         self.notes: list[str] = []
         """What a person should know of how the run went on."""
 
@@ -46,9 +48,28 @@ class RunFolder:
                 "Wait for it, or choose another --run.dir",
             ) from None
         put_back(self.folder / "checkpoints")
-        self._lock.truncate(0)
-        self._lock.write(f"{os.getpid()} {secrets.token_hex(8)}")
-        self._lock.flush()
+        self._write_mark(self._lock)
+
+    def _write_mark(self, lock: IO[str]) -> None:
+        lock.truncate(0)
+        lock.write(self._mark)
+        lock.flush()
+
+    def hold(self) -> None:
+        """Keep the folder although it was removed: make and lock it again; `OSError` if another run has."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held for the run)
+        if self._lock and os.path.sameopenfile(lock.fileno(), self._lock.fileno()):
+            lock.close()
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise OSError(errno.EBUSY, "another run has taken the folder", str(self.folder)) from None
+        self._write_mark(lock)
+        self.release()
+        self._lock = lock
 
     def release(self) -> None:
         """Let go of the folder."""
@@ -73,14 +94,14 @@ class RunFolder:
         if resume == "auto":
             return self._newest_good()
         folder = Path(resume)
-        found = newest(self.folder / "checkpoints")
-        if found and step_of(found) > step_of(folder):
+        known, found = verify_named(folder), newest(self.folder / "checkpoints")
+        if known and found and step_of(found) > known.step:
             raise UserError(
                 f"{self.folder} already goes on to {found.name}",
                 f"{folder.name} is older, and its branch would be pruned before the later checkpoints",
                 "Choose another --run.dir for the branch",
             )
-        if verify_named(folder) is None:
+        if known is None:
             raise UserError(
                 f"{folder} is not a checkpoint",
                 "It has no manifest.json",

@@ -11,12 +11,13 @@ import signal
 import threading
 from pathlib import Path
 from socket import gethostname
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from andon.cluster.launch import run_folder
+from andon.cluster.launch import recording, run_folder
 from andon.cluster.prepare import prepare_tokens
 from andon.cluster.session import open_configured, settle, train
 from andon.cluster.worker import EXIT_HALTED
@@ -26,7 +27,7 @@ from andon.display import Display
 from andon.group.base import Group
 from andon.group.torch_dist import StoreRendezvous, TorchGroup
 from andon.integrity.halt import JidokaHalt
-from andon.metrics import Event, Recorder, event
+from andon.metrics import Emit, Event, Recorder, event
 from andon.run import while_others_wait
 
 
@@ -36,22 +37,29 @@ def run(config: Config, resume: str, console: Console) -> int:
     config = build(config.model_dump(), {"workers": world_size}).with_transport("torch")
     settle(config.threads)
     stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends this process
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, on_signal)
     tokens = prepare_tokens(config, console if rank == 0 else Console(quiet=True))
     with contextlib.ExitStack() as stack:
         group = _open(config)
         stack.callback(group.close)
-        emit, found, recorder = _nothing, None, None
+        found, recorder = None, None
+        emit: Emit = _nothing
         # Every byte of a checkpoint is verified here, which may take longer than the group would wait.
         held = while_others_wait(group, lambda: stack.enter_context(run_folder(config, resume, console)))
         if held:
             folder, found = held
-            folder.begin(config)
             display = Display(console, config)
             stack.callback(display.close)
-            recorder = stack.enter_context(contextlib.closing(Recorder(config.run.dir, display)))
-            emit = recorder.emit
+            recorder = stack.enter_context(
+                contextlib.closing(Recorder(config.run.dir, display, hold=folder.hold))
+            )
+            emit = recording(config, folder, recorder)
             for note in folder.notes:
                 emit(event("note", text=note))
         words = [

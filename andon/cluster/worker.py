@@ -30,6 +30,7 @@ from andon.metrics import Event
 EXIT_USER_ERROR = 1
 EXIT_HALTED = 3
 START_AGAIN = "The same command goes on from the newest checkpoint"
+LOGGING = 5.0  # seconds that the log may take
 WAIT_FOR_ALL = 600.0  # seconds until every worker must have joined
 
 
@@ -110,18 +111,18 @@ def join(host: str, port: int, rank: int | None, tokens_of: Callable[[Config, Me
     try:
         code = _work(config, tokens, plan, membership)
     except UserError as error:
-        _log(str(error))
         control.send("failed", what=error.what, cause=error.cause, remedy=error.remedy)
+        _log(str(error))
     except GroupError as error:
-        _log(traceback.format_exc())
         what = f"Rank {membership.rank} on {socket.gethostname()} stopped: {error}"
         control.send("failed", what=what, cause="A worker died or cannot be reached", remedy=START_AGAIN)
-    except Exception as error:
         _log(traceback.format_exc())
+    except Exception as error:
         what = f"Rank {membership.rank} on {socket.gethostname()} stopped: {type(error).__name__}: {error}"
         control.send(
             "failed", what=what, cause="This was not expected", remedy=f"Its traceback is in {plan['log']}"
         )
+        _log(traceback.format_exc())
     membership.leave(code)
     return code
 
@@ -149,9 +150,16 @@ def _reachable(server: list[Any] | None, membership: Membership) -> list[Any] | 
 
 
 def _log(text: str) -> None:
-    """Write to the log of this worker, which may lie on a disk that is full: the coordinator hears it too."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    """Write to the log of this worker, which may lie on a disk that is full or hangs: it is no loss, for the
+    coordinator hears it too."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(LOGGING)
 
 
 def _answer(control: ControlLink, expected: str) -> Message:
