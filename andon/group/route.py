@@ -87,7 +87,7 @@ class Scratch:
         memory = torch.empty((SLOTS + 2) * 2 * PIECE, dtype=torch.uint8)
         self.array = memory.numpy()
         self.bytes = self.array.data
-        self.slots = list(memory.view(torch.bfloat16).view(SLOTS + 2, PIECE))
+        self.slots: list[torch.Tensor] = list(memory.view(torch.bfloat16).view(SLOTS + 2, PIECE))
         self.slot_bytes: list[memoryview] = [slot.view(torch.uint8).numpy().data for slot in self.slots]
 
 
@@ -140,7 +140,7 @@ class Rounded:
         size = span[1] - span[0]
         if source >= 0:
             return self._bytes[source % SLOTS][: 2 * size]
-        serial.copy(self._slots[SLOTS][:size], self._flat[span[0] : span[1]])
+        serial.copy(self._slot(SLOTS, size), self._flat[span[0] : span[1]])
         return self._bytes[SLOTS][: 2 * size]
 
     def incoming(self, span: Span, index: int, add: bool) -> memoryview:
@@ -150,9 +150,9 @@ class Rounded:
     def arrived(self, span: Span, index: int, add: bool, final: bool) -> None:
         """The piece is there: add my values to it, or keep it; `final`: the sum is complete."""
         size = span[1] - span[0]
-        piece, mine = self._slots[index % SLOTS][:size], self._flat[span[0] : span[1]]
+        piece, mine = self._slot(index % SLOTS, size), self._flat[span[0] : span[1]]
         if add:
-            rounded = self._slots[SLOTS + 1][:size]
+            rounded = self._slot(SLOTS + 1, size)
             serial.copy(rounded, mine)
             serial.add(piece, rounded)
         if final or not add:
@@ -161,3 +161,7 @@ class Rounded:
     def alone(self) -> None:
         """Nothing travels: a ring of one, whose sum is rounded all the same."""
         self._flat.copy_(self._flat.bfloat16())
+
+    def _slot(self, index: int, size: int) -> torch.Tensor:
+        slot = self._slots[index]
+        return slot if size == PIECE else slot[:size]

@@ -26,17 +26,21 @@ def add_up(order: Order, leaves: Sequence[Floats]) -> None:
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy, converting between types."""
+    if torch.get_num_threads() == 1:
+        target.copy_(source)
+        return
     for part in _grains(target):
         target[part].copy_(source[part])
 
 
 def add(target: torch.Tensor, other: torch.Tensor) -> None:
     """Add in place."""
+    if torch.get_num_threads() == 1:
+        target.add_(other)
+        return
     for part in _grains(target):
         target[part].add_(other[part])
 
 
 def _grains(tensor: torch.Tensor) -> list[slice]:
-    if torch.get_num_threads() == 1:
-        return [slice(None)]
     return [slice(at, at + GRAIN) for at in range(0, len(tensor), GRAIN)]
