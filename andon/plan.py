@@ -136,8 +136,9 @@ def sent(config: Config, order: Order) -> int:
     gradient = config.shape.parameters * (2 if rounded else 4)
     weights = config.shape.parameters * 4
     reduces = zero.policy == "off" or zero.replicas > 1  # every rank needs the whole sum
-    if config.group.transport == "star":
-        return round(rows * gradient + (0 if zero.policy == "off" else weights / workers))
+    if config.group.transport == "star":  # with ZeRO an owner keeps its rows, and sends what it has updated
+        kept = 0 if reduces else rows * gradient / workers
+        return round(rows * gradient - kept + (0 if zero.policy == "off" else weights / workers))
     there = gradient * (1 if config.group.transport == "ring" else rows)
     parts = there + (gradient if reduces else 0) + (0 if zero.policy == "off" else weights)
     return round(parts * (workers - 1) / workers)
