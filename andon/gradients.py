@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from andon.arena import CELL, Arena, give_room
+from andon.arena import CELL, Arena, Unit, give_room
 from andon.group.base import Group
 from andon.optim.zero import Ownership
 from andon.order import Fold, plan
@@ -85,8 +85,9 @@ class Gradients:
         self._scatters = ownership.shared and ownership.replicas == 1
         self.looks_ahead = not (self._scatters and group.keeps_rows)
         """Whether to look at contributions before the reduce, because they could not be looked at later."""
-        self._sums: list[list[Tensor]] = [[] for _ in arena.layout.units]
-        """The sums of this step's gradients: a value that is not finite makes its sum so."""
+        self._sums = arena.zeros(len(self.slots) * len(arena.parameters)).view(len(self.slots), -1)
+        """The sum of each gradient after each slot: a value that is not finite makes it so."""
+        self._places = {name: at for at, name in enumerate(arena.layout.slices)}
         self.exchange_seconds = 0.0
         """How long the collectives of this step took, most of it beside backward."""
         self._cells = torch.zeros(arena.layout.size // CELL, device=arena.device)
@@ -118,7 +119,7 @@ class Gradients:
         fold = self._folds[slot]
         if slot == self.slots[0]:
             self._bad, self.exchange_seconds = [], 0.0
-            self._sums = [[] for _ in self._sums]
+            self._sums.zero_()
         self._backward = Backward(self, fold, last=slot == self.slots[-1])
         for name, parameter in self.arena.parameters.items():
             view = self.views[fold.row][name]
@@ -231,7 +232,7 @@ class Gradients:
         for into, other in merges:
             rows[into].add_(rows[other])
         mine = rows[: max(1, len(self.order.nodes[self.group.rank]))]
-        if self._sums[index] and not (_all_finite(self._sums[index]) or _is_finite(mine)):
+        if self.looks_ahead and not (self._sums_are_finite(unit) or _is_finite(mine)):
             self._bad.append(unit.name)
         started = time.perf_counter()
         if self._scatters and self.ownership.bounds:
@@ -242,6 +243,15 @@ class Gradients:
         lo, hi, at = self._spans[index]
         norms = self._cells[at : at + (hi - lo) // CELL]
         torch.linalg.vector_norm(self.total[lo:hi].view(-1, CELL), dim=1, out=norms)
+
+    def note_sum(self, slot: int, name: str, view: Tensor) -> None:
+        """Keep the sum of a gradient. Not as a tensor of its own: a small one left among large ones that come
+        and go keeps the allocator from joining what they free."""
+        torch.sum(view.view(-1), 0, out=self._sums[slot - self.slots[0], self._places[name]])
+
+    def _sums_are_finite(self, unit: Unit) -> bool:
+        first = self._places[unit.slices[0].name]
+        return bool(torch.isfinite(self._sums[:, first : first + len(unit.slices)]).all())
 
     def close(self) -> None:
         """Stop the communication thread and let go of the model."""
@@ -269,7 +279,7 @@ class Backward:
             view.copy_(parameter.grad)
             parameter.grad = None
         if self.gradients.looks_ahead:
-            self.gradients._sums[unit].append(view.sum())  # while the cache still holds it
+            self.gradients.note_sum(self.fold.slot, name, view)  # while the cache still holds it
         self.missing[unit].discard(name)
         self._send_ready()
 
@@ -304,10 +314,6 @@ def _buffers(arena: Arena, group: Group, rows: int) -> Tensor:
 def _is_finite(values: Tensor) -> bool:
     """Whether every value is finite, and far from where a sum of several would not be."""
     return not values.numel() or bool(values.abs().amax() < LARGEST)
-
-
-def _all_finite(sums: list[Tensor]) -> bool:
-    return not sums or bool(torch.isfinite(torch.stack(sums)).all())
 
 
 def _same_threads(count: int) -> Callable[[], None]:

@@ -1,10 +1,11 @@
 """The plan of a run: memory and traffic by arithmetic, before anything heavy is loaded.
 
 Memory is what one worker holds at the worst moment of a step, shared memory divided among those who share it
-(under Linux the *proportional set size*, PSS, of its process). The arithmetic is exact but for two figures,
+(under Linux the *proportional set size*, PSS, of its process), and the copies that it keeps from its first
+save on: its share of the moments, and on rank 0 the weights. The arithmetic is exact but for two figures,
 measured on Linux with torch 2.13's CPU build: what torch and Andon take before there is a model, and how much
-more than the live tensors the C library's allocator keeps. On a GPU the tensors are the same and the program
-stays in the host's memory.
+more than the live tensors the C library's allocator keeps. On a GPU the tensors are the same, and the program
+and the copies stay in the host's memory.
 
 Traffic is what one rank sends in a step, on average over the ranks; in shared memory, what it moves between
 its own memory and others'. Norms and fingerprints are left out: less than a thousandth.
@@ -26,15 +27,15 @@ PROGRAM: Final = 184_000_000
 """Python, torch, Andon and the math library's buffers: pages of a process's own."""
 LIBRARIES: Final = 110_000_000
 """Pages of libraries in use, which all workers of a machine share."""
-ALLOCATOR: Final = 1.5
-"""What the allocator holds for temporary tensors, over what is live: 1.3 to 1.75 with `30m`."""
+ALLOCATOR: Final = 1.4
+"""What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
 SCRATCH: Final = 2 << 20
 """Buffers of a rank of shm, star or ring."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one worker holds at the peak of a step."""
+    """Bytes that one worker holds: at the peak of a step, and for a save."""
 
     program: int
     weights: int
@@ -42,10 +43,24 @@ class Memory:
     optimizer: int
     activations: int
     exchange: int
+    snapshot: int
+    """What every rank copies aside for a save."""
+    weights_snapshot: int
+    """What rank 0 copies besides."""
+
+    @property
+    def step(self) -> int:
+        """The peak of a step, before the first save."""
+        return self.total - self.snapshot - self.weights_snapshot
 
     @property
     def total(self) -> int:
+        """The most that rank 0 holds."""
         return sum(asdict(self).values())
+
+    def of_all(self, workers: int) -> int:
+        """The most that all workers hold together."""
+        return workers * (self.total - self.weights_snapshot) + self.weights_snapshot
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON, with the total of its memory."""
         plan = asdict(self)
-        plan["memory"]["total"] = self.memory.total
+        plan["memory"] |= {"step": self.memory.step, "total": self.memory.total}
         return plan
 
 
@@ -77,13 +92,16 @@ def make_plan(config: Config) -> Plan:
     """The arithmetic of a configuration."""
     shape, order = config.shape, plan_order(config.train.slots, config.workers)
     rows = max(order.rows(rank) for rank in range(config.workers))
+    on_host = config.device != "cuda"
     memory = Memory(
-        program=0 if config.device == "cuda" else PROGRAM + LIBRARIES // config.workers,
+        program=PROGRAM + LIBRARIES // config.workers if on_host else 0,
         weights=weight_bytes(config) * shape.parameters,
         gradients=4 * shape.parameters * rows,
         optimizer=(MOMENT_BYTES + master_bytes(config)) * owned(config),
         activations=round(ALLOCATOR * (live_activations(shape, config.train.micro_batch) + widened(config))),
         exchange=exchange_buffers(config),
+        snapshot=(MOMENT_BYTES + master_bytes(config)) * saved(config) if on_host else 0,
+        weights_snapshot=weight_bytes(config) * shape.parameters if on_host else 0,
     )
     tokens = config.tokens_per_step
     return Plan(shape.parameters, tokens, tokens * config.train.steps, memory, sent(config, order))
@@ -117,6 +135,13 @@ def live_activations(shape: Shape, windows: int) -> int:
     block = 10 * shape.hidden + 4 * shape.intermediate + shape.heads + 2
     end = 3 * shape.vocab + 3 * shape.hidden + 1
     return 4 * windows * shape.context * (shape.layers * block + end)
+
+
+def saved(config: Config) -> int:
+    """Parameters whose moments a rank saves; the rank that saves most."""
+    policy = "even" if config.zero.policy == "off" else config.zero.policy
+    zero = config.zero.model_copy(update={"policy": policy, "replicas": 1})
+    return owned(config.model_copy(update={"zero": zero}))
 
 
 def owned(config: Config) -> int:
@@ -153,8 +178,9 @@ def sent(config: Config, order: Order) -> int:
     gradient = config.shape.parameters * (2 if rounded else 4)
     weights = config.shape.parameters * weight_bytes(config)
     reduces = zero.policy == "off" or zero.replicas > 1  # every rank needs the whole sum
-    if config.group.transport == "star":
-        return round(rows * gradient + (0 if zero.policy == "off" else weights / workers))
+    if config.group.transport == "star":  # with ZeRO an owner keeps its rows, and sends what it has updated
+        kept = 0 if reduces else rows * gradient / workers
+        return round(rows * gradient - kept + (0 if zero.policy == "off" else weights / workers))
     there = gradient * (1 if config.group.transport == "ring" else rows)
     parts = there + (gradient if reduces else 0) + (0 if zero.policy == "off" else weights)
     return round(parts * (workers - 1) / workers)

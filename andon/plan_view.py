@@ -26,8 +26,9 @@ def main(config: Config, as_json: bool, console: Console) -> None:
     show_plan(console, config)
     console.print(_changes_table(config, plan, others))
     console.print(
-        "Memory is the peak of a step, shared memory divided among those who share it (PSS). Traffic is what "
-        "a rank sends in a step; in shared memory, what it moves between its own memory and others'.",
+        "Memory is the peak of a step, shared memory divided among those who share it (PSS), and what a save "
+        "copies aside (on rank 0, which copies the weights as well). Traffic is what a rank sends in a step; "
+        "in shared memory, what it moves between its own memory and others'.",
         style="dim",
     )
 
@@ -66,6 +67,7 @@ def _parts(memory: Memory) -> str:
         ("optimizer", memory.optimizer),
         ("activations", memory.activations),
         ("exchange", memory.exchange),
+        ("copies for a save", memory.snapshot + memory.weights_snapshot),
     ]
     return ", ".join(f"{name} {human_bytes(count)}" for name, count in named if count)
 
@@ -83,8 +85,8 @@ def _changes_table(config: Config, plan: Plan, others: list[Change]) -> Table:
 
 
 def _figures(plan: Plan, workers: int) -> tuple[str, str, str]:
-    memory = plan.memory.total
-    return human_bytes(memory), human_bytes(workers * memory), human_bytes(plan.sent) if plan.sent else "–"
+    memory, sent = plan.memory, human_bytes(plan.sent) if plan.sent else "–"
+    return human_bytes(memory.total), human_bytes(memory.of_all(workers)), sent
 
 
 def _options(config: Config, keys: dict[str, Any]) -> str:

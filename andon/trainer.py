@@ -79,6 +79,7 @@ class Trainer:
                 loss = self.model(x, y)
             self.faults.at("backward", step)
             self.gradients.backward(loss, slot, y.numel())
+            del loss  # or its graph lies scattered where the next slot's activations have to go
         clock.lap("compute_ms")
         self.faults.at("exchange", step)
         prints = self.parallel.fingerprints.take(self.facts(step))  # beside what is left of the exchange

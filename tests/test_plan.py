@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,8 +15,11 @@ import pytest
 import torch
 
 from andon.configure import build
+from andon.group.local import thread_groups
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
+from andon.optim.zero import Policy, Zero
+from andon.parallel import DataParallel
 from andon.plan import live_activations, make_plan
 from tests.memory import peak_memory
 from tests.runs import andon
@@ -24,9 +29,9 @@ SETTING = ["--model.preset=30m", "--train.micro_batch=1", "--train.slots=4"]
 
 
 def planned(*options: str) -> float:
-    """The memory of all workers, by the plan."""
+    """The memory of all workers at the peak of a step, by the plan."""
     config = build({}, dict(option[2:].split("=") for option in options)).on_this_machine()
-    return config.workers * make_plan(config).memory.total
+    return config.workers * make_plan(config).memory.step
 
 
 def kept_for_backward(shape: Shape, windows: int) -> int:
@@ -74,6 +79,22 @@ def test_plan_as_json_counts_what_zero_saves(tmp_path: Path) -> None:
     assert plan["sent"] == off["sent"] == 6 * plan["parameters"]
 
 
+@pytest.mark.parametrize("policy", ["off", "even", "contiguous"])
+def test_the_copies_for_a_save_are_the_moments_shared_out_and_on_rank_0_the_weights(policy: Policy) -> None:
+    model, zero = Llama(SHAPES["tiny"]), Zero(policy)
+    with ThreadPoolExecutor(2) as pool:
+        parallels = list(
+            pool.map(lambda group: DataParallel(copy.deepcopy(model), group, 2, None, zero), thread_groups(2))
+        )
+    kept = [sum(4 * each.numel() for each in one.moments_to_save(alone=False).values()) for one in parallels]
+    for one in parallels:
+        one.close()
+    config = build({}, {"model.preset": "tiny", "workers": 2, "zero.policy": policy}).on_this_machine()
+    memory = make_plan(config).memory
+    assert memory.snapshot == pytest.approx(max(kept), rel=0.02)
+    assert memory.total - memory.step == memory.snapshot + 4 * SHAPES["tiny"].parameters
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PSS is a figure of Linux")
 def test_the_memory_of_a_small_run_is_as_planned(tmp_path: Path) -> None:
     options = ["--model.preset=tiny", "--workers=2"]
@@ -103,6 +124,20 @@ def test_the_memory_of_30m_is_as_planned(folder: Path, workers: int, policy: str
     print(
         f"30m, {workers} workers, ZeRO {policy}: {found / workers:,.0f} a worker, plan {plan / workers:,.0f}"
     )
+    assert found == pytest.approx(plan, rel=0.1)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="PSS is a figure of Linux")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_memory_of_30m_with_saves_is_as_planned(folder: Path, workers: int) -> None:
+    options = [*SETTING, f"--workers={workers}", "--checkpoint.every=2", "--checkpoint.keep=1"]
+    config = build({}, dict(option[2:].split("=") for option in options)).on_this_machine()
+    plan = make_plan(config).memory.of_all(workers)
+    here = folder / f"{workers}-saves"
+    here.mkdir()
+    found = peak_memory(*options, cwd=here)
+    print(f"30m, {workers} workers, with saves: {found / workers:,.0f} a worker, plan {plan / workers:,.0f}")
     assert found == pytest.approx(plan, rel=0.1)
 
 

@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 import torch
 
-from andon.group.base import GroupError, GroupTimeout, PeerLost, ProtocolError
+from andon.group.base import GroupError, GroupTimeout, PeerLost, ProtocolError, Wire
 from andon.group.gradient_server import GradientServer, NonFiniteGradient
 from andon.group.star import SERVER, StarGroup
 from andon.group.star_server import StarServer
 from andon.group.wire import JoinRequest
 from andon.group.worker_client import ServerShutdown, WorkerClient
-from andon.order import plan
+from andon.order import plan, plan_ranges
 
 SECONDS = 20.0
 
@@ -497,13 +497,13 @@ class Seat:
 
 @contextmanager
 def star(
-    size: int, timeout: float = SECONDS, token: str = ""
+    size: int, timeout: float = SECONDS, token: str = "", wire: Wire = "f32"
 ) -> Iterator[tuple[list[StarGroup], Future[None]]]:
     """The ranks of a star, in this process, and what its server comes to."""
     server = StarServer(("127.0.0.1", 0), size, timeout, token)
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(server.serve)
-        groups = [StarGroup.open(Seat(rank, size), server.address, timeout, "f32") for rank in range(size)]
+        groups = [StarGroup.open(Seat(rank, size), server.address, timeout, wire) for rank in range(size)]
         try:
             yield groups, serving
         finally:
@@ -527,6 +527,35 @@ def test_a_server_ends_when_its_ranks_have_left_and_leaves_no_thread_behind() ->
             group.close()
         serving.result(SECONDS)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("wire", ["f32", "bf16"])
+@pytest.mark.parametrize("shares", [(0, 0, 5, 8), (0, 3, 3, 8), (0, 1, 7, 8), (0, 8, 8, 8)])
+def test_owners_finish_long_sums_in_the_one_order_and_send_nothing_of_what_they_own(
+    shares: tuple[int, ...], wire: Wire
+) -> None:
+    count, order = 600_001, plan_ranges(8, shares)
+    bounds = [0, 20_000, 20_000, count]
+    leaves = [torch.randn(count, generator=torch.Generator().manual_seed(leaf)) for leaf in range(8)]
+    leaves = leaves[: len(order.leaves)]
+    mine = [[leaf for leaf, (rank, _) in enumerate(order.leaves) if rank == r] or [0] for r in range(3)]
+    rows = [torch.stack([leaves[leaf] for leaf in own]) for own in mine]
+    with star(3, wire=wire) as (groups, _):
+        assert (
+            everyone(groups, lambda group: group.reduce_scatter(rows[group.rank], bounds, order))
+            == [None] * 3
+        )
+        for group in groups:
+            others = count - (bounds[group.rank + 1] - bounds[group.rank])
+            assert group.bytes_sent == len(order.nodes[group.rank]) * others * (4 if wire == "f32" else 2)
+    if wire == "bf16":
+        leaves = [leaf.bfloat16().float() for leaf in leaves]
+    order.add_up(leaves)
+    want = leaves[0] if wire == "f32" else leaves[0].bfloat16().float()
+    for rank in range(3):
+        assert torch.equal(
+            rows[rank][0, bounds[rank] : bounds[rank + 1]], want[bounds[rank] : bounds[rank + 1]]
+        )
 
 
 def test_ranks_that_announce_different_operations_are_all_refused() -> None:

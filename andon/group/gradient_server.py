@@ -261,7 +261,7 @@ class GradientServer:
                 if not np.isfinite(leaf).all():
                     self._crew.fail(NonFiniteGradient(worker.worker_id, step, where))
             if leaves:
-                serial.add_up(one_node_each(len(leaves)), leaves)
+                serial.add_up(one_node_each(len(leaves)).adds, leaves)
                 np.divide(leaves[0], np.float32(len(leaves)), out=mean[lo : lo + size])
         return mean
 

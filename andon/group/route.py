@@ -84,10 +84,10 @@ class Scratch:
     """The buffers that the forms need: slots for bf16, which serve as one large buffer for f32."""
 
     def __init__(self) -> None:
-        memory = torch.empty((SLOTS + 2) * 2 * PIECE, dtype=torch.uint8)
-        self.array = memory.numpy()
+        self.memory = torch.empty((SLOTS + 2) * 2 * PIECE, dtype=torch.uint8)
+        self.array = self.memory.numpy()
         self.bytes = self.array.data
-        self.slots: list[torch.Tensor] = list(memory.view(torch.bfloat16).view(SLOTS + 2, PIECE))
+        self.slots: list[torch.Tensor] = list(self.memory.view(torch.bfloat16).view(SLOTS + 2, PIECE))
         self.slot_bytes: list[memoryview] = [slot.view(torch.uint8).numpy().data for slot in self.slots]
 
 

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 
 from andon.group.wire import Floats
-from andon.order import Order
 
 GRAIN: Final = 32_000
 
 
-def add_up(order: Order, leaves: Sequence[Floats]) -> None:
+def add_up(adds: Sequence[tuple[int, int]], leaves: Sequence[Floats]) -> None:
     """`Order.add_up` on arrays."""
-    for into, other in order.adds:
+    for into, other in adds:
         np.add(leaves[into], leaves[other], out=leaves[into])
 
 

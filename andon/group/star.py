@@ -1,22 +1,26 @@
 """The star: every rank talks to one server, which adds in the one order and sends the sums back.
 
 An operation is cut into *parts*. A part has *sources*, the ranks whose values it takes, and *targets*, the
-ranks that get the result: for an all-reduce both are everyone, for a reduce-scatter the target is the part's
-owner, for an all-gather the source is the owner and the targets are the others. A rank announces the
-operation and then sends its parts and receives its results at the same time; part k comes back while part
-k + 1 is being added and part k + 2 is on its way. So neither end holds more than a few parts, whatever the
-length of the vector.
+ranks that get its *results*: for an all-reduce both are everyone, for an all-gather the source is the part's
+owner and the targets are the others, for a reduce-scatter the sources are the others and the target is the
+owner. A rank announces the operation and then sends its parts and receives its results at the same time;
+part k comes back while part k + 1 is being added and part k + 2 is on its way. So neither end holds more than
+a few parts, whatever the length of the vector.
 
-With bf16 on the wire contributions are rounded when they are sent, added in f32, and the sum is rounded. A
-gather on its own is exact.
+In a reduce-scatter the owner of a part keeps its rows of it. The server adds up what the others' rows come to
+without them, which takes a few sums (see `andon.order.apart`), and the owner adds those to its own: so a rank
+sends as much in a reduce-scatter and an all-gather together as in an all-reduce.
+
+With bf16 on the wire contributions are rounded, added in f32, and the sum is rounded. What the server has
+added for an owner travels as f32. A gather on its own is exact.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -26,45 +30,15 @@ from andon.group.base import Group, Rendezvous, Wire, first_row, one_node_each, 
 from andon.group.door import knock
 from andon.group.flow import Incoming, Outgoing
 from andon.group.host import on_host
-from andon.group.route import PIECE, Exact, Rounded, Scratch, check_bounds
+from andon.group.parts import Arriving, Form, OwnParts, Results, is_source, is_target, parts
+from andon.group.route import Exact, Rounded, Scratch, Span, check_bounds
 from andon.group.watch import Watch
 from andon.group.wire import Hello, announcement
-from andon.order import Order
+from andon.order import Order, apart
 
 SERVER: Final = -1
 """The rank of the server, in errors."""
 LONGEST_MESSAGE: Final = 1 << 26
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements [lo, hi), and the rank that owns them."""
-
-    lo: int
-    hi: int
-    owner: int
-
-
-def parts(name: str, bounds: Sequence[int], kind: str) -> list[Part]:
-    """The parts of an operation, in order."""
-    step = 4 * PIECE if kind == "uint8" else PIECE
-    if name == "all-reduce":
-        bounds = (0, bounds[-1])
-    return [
-        Part(at, min(at + step, hi), owner)
-        for owner, (lo, hi) in enumerate(pairwise(bounds))
-        for at in range(lo, hi, step)
-    ]
-
-
-def is_source(name: str, part: Part, rank: int) -> bool:
-    """Whether a rank contributes to a part."""
-    return name != "all-gather" or rank == part.owner
-
-
-def is_target(name: str, part: Part, rank: int) -> bool:
-    """Whether a rank gets the result of a part."""
-    return name == "all-reduce" or (rank == part.owner) == (name == "reduce-scatter")
 
 
 class StarGroup(Group):
@@ -129,16 +103,24 @@ class StarGroup(Group):
         order = order or one_node_each(self.world_size)
         form = Exact if self._wire == "f32" else Rounded
         with on_host(nodes) as host:
-            rows = [form(row, self._scratch) for row in rows_of(host, order, self.rank)]
-            self._operate(name, rows, form(first_row(host), self._scratch), bounds, order)
+            mine = rows_of(host, order, self.rank)
+            rows = [form(row, self._scratch) for row in mine]
+            into = form(first_row(host), self._scratch)
+            if name == "all-reduce":
+                self._operate(name, rows, into, bounds, order)
+            else:
+                adds = apart(order, self.rank)
+                receive = partial(OwnParts, mine or [first_row(host)], not mine, adds, self._scratch)
+                self._operate(name, rows, into, bounds, order, receive)
 
     def _operate(
         self,
         name: str,
-        rows: Sequence[Exact | Rounded],
-        into: Exact | Rounded,
+        rows: Sequence[Form],
+        into: Form,
         bounds: Sequence[int],
         order: Order | None,
+        receive: Callable[[Form, Sequence[Span]], Results] = Arriving,
     ) -> None:
         """Announce an operation, send my rows of the parts I am a source of and receive into `into`."""
         if name != "all-reduce":
@@ -146,7 +128,7 @@ class StarGroup(Group):
         header = announcement(name, into.count, into.kind, tuple(bounds), order)
         cut = parts(name, bounds, into.kind)
         spans = [(part.lo, part.hi) for part in cut if is_source(name, part, self.rank)]
-        wanted = [(part.lo, part.hi) for part in cut if is_target(name, part, self.rank)]
+        results = receive(into, [(part.lo, part.hi) for part in cut if is_target(name, part, self.rank)])
 
         def outgoing(index: int) -> memoryview:
             if index == 0:
@@ -154,17 +136,11 @@ class StarGroup(Group):
             part, row = divmod(index - 1, len(rows))
             return rows[row].outgoing(spans[part], -1)
 
-        def incoming(index: int) -> memoryview:
-            return into.incoming(wanted[index], index, False)
-
-        def arrived(index: int) -> None:
-            into.arrived(wanted[index], index, False, False)
-
         self._watch.begin(name)
         self.bytes_sent += len(rows) * into.item_size * sum(hi - lo for lo, hi in spans)
         out = Outgoing(self._data, SERVER, outgoing, _nothing, 1 + len(spans) * len(rows))
         self._watch.carry(
-            [Incoming(self._data, SERVER, incoming, arrived, len(wanted)), out],
+            [Incoming(self._data, SERVER, results.room, results.arrived, results.count), out],
             name,
             patience=self._watch.timeout / 2,
         )

@@ -1,8 +1,6 @@
 """The server of a star (see `andon.group.star`): serves the operations of its ranks, one after the other.
 
-Of each part it holds one buffer per *leaf* (a row of a rank, see `andon.order`). It keeps a *window* of parts
-open: a part is received, added when its last leaf is there, and sent; when all its targets have it, its
-buffers serve the next part. A rank that runs ahead is not read from until then, and waits in its own send.
+Ranks announce an operation, all of them the same, and its parts pass through (`andon.group.passage`).
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import select
 import socket
 import struct
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,21 +15,17 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Final
 
-import torch
-
-from andon.group import serial
 from andon.group.base import ProtocolError
 from andon.group.door import Door
-from andon.group.flow import Flow, Incoming, Outgoing
-from andon.group.route import PIECE
-from andon.group.star import LONGEST_MESSAGE, is_source, is_target, parts
+from andon.group.flow import Incoming, Outgoing
+from andon.group.passage import Memory, Passage
+from andon.group.star import LONGEST_MESSAGE
 from andon.group.watch import Watch
 from andon.group.wire import LENGTH, Operation, decode
-from andon.order import Order, plan_ranges
+from andon.order import plan_ranges
 
 LONGEST_ANNOUNCEMENT: Final = 1 << 20
 MOST_SLOTS: Final = 1 << 20
-WINDOW: Final = 2
 KINDS: Final = {
     "all-reduce": ("float32", "bf16"),
     "reduce-scatter": ("float32", "bf16"),
@@ -160,115 +153,6 @@ class StarServer:
             for rank, (sock, buffer) in enumerate(zip(self._sockets, buffers, strict=True))
         ]
         watch.carry(flows, "an announcement")
-
-
-class Passage:
-    """The parts of one operation on their way through the server."""
-
-    def __init__(
-        self, name: str, bounds: Sequence[int], kind: str, order: Order | None, memory: Memory
-    ) -> None:
-        self._name, self._kind, self._order, self._memory = name, kind, order, memory
-        self._item_size = {"float32": 4, "bf16": 2, "uint8": 1}[kind]
-        self._parts = parts(name, bounds, kind)
-        self._leaves = order.leaves if order else []
-        self._missing = [len(self._leaves) or 1] * len(self._parts)
-        self._targets = [0] * len(self._parts)
-        self._finished = 0
-        self._arriving: list[tuple[Incoming, list[int]]] = []
-        self._leaving: list[tuple[Outgoing, list[int]]] = []
-
-    def flows(self, sockets: Sequence[socket.socket]) -> list[Flow]:
-        """What moves the parts."""
-        for rank, sock in enumerate(sockets):
-            self._receive_from(rank, sock)
-            self._send_to(rank, sock)
-        self._open_window()
-        return [flow for flow, _ in self._arriving + self._leaving]
-
-    def _receive_from(self, rank: int, sock: socket.socket) -> None:
-        leaves = [leaf for leaf, (source, _) in enumerate(self._leaves) if source == rank] or [0]
-        sources = [i for i, part in enumerate(self._parts) if is_source(self._name, part, rank)]
-        if self._order and not self._order.nodes[rank]:
-            sources = []
-        items = [(part, leaf) for part in sources for leaf in leaves]
-
-        def room(index: int) -> memoryview:
-            return self._bytes(*items[index])
-
-        def arrived(index: int) -> None:
-            part, _ = items[index]
-            self._missing[part] -= 1
-            if self._missing[part] == 0:
-                self._complete(part)
-
-        flow = Incoming(sock, rank, room, arrived, len(items))
-        self._arriving.append((flow, [part for part, _ in items]))
-
-    def _send_to(self, rank: int, sock: socket.socket) -> None:
-        wanted = [i for i, part in enumerate(self._parts) if is_target(self._name, part, rank)]
-        result = len(self._leaves) if self._kind == "bf16" else 0
-        for part in wanted:
-            self._targets[part] += 1
-
-        def piece(index: int) -> memoryview:
-            return self._bytes(wanted[index], result)
-
-        def sent(index: int) -> None:
-            self._targets[wanted[index]] -= 1
-            self._open_window()
-
-        flow = Outgoing(sock, rank, piece, sent, len(wanted))
-        flow.ready = 0
-        self._leaving.append((flow, wanted))
-
-    def _complete(self, part: int) -> None:
-        """Every leaf of a part is there: add them, and let the result go."""
-        size = self._parts[part].hi - self._parts[part].lo
-        if self._order:
-            self._memory.add_up(part % WINDOW, size, self._order, self._kind)
-        for flow, wanted in self._leaving:
-            while flow.ready < len(wanted) and self._missing[wanted[flow.ready]] == 0:
-                flow.ready += 1
-        self._open_window()
-
-    def _open_window(self) -> None:
-        """Let the ranks send what there is room for."""
-        while (
-            self._finished < len(self._parts)
-            and self._missing[self._finished] == 0
-            and self._targets[self._finished] == 0
-        ):
-            self._finished += 1
-        for flow, sources in self._arriving:
-            flow.ready = bisect_left(sources, self._finished + WINDOW)
-
-    def _bytes(self, part: int, buffer: int) -> memoryview:
-        size = self._parts[part].hi - self._parts[part].lo
-        return self._memory.bytes[part % WINDOW][buffer][: size * self._item_size]
-
-
-class Memory:
-    """The buffers of a window: for each part one per leaf, and one for a rounded sum."""
-
-    def __init__(self, leaves: int) -> None:
-        self.leaves = leaves
-        self._buffers = torch.empty(WINDOW, leaves + 1, 4 * PIECE, dtype=torch.uint8)
-        self._work = torch.empty(leaves, PIECE)
-        windows = [window.numpy() for window in self._buffers]
-        self.bytes: list[list[memoryview]] = [[buffer.data for buffer in window] for window in windows]
-
-    def add_up(self, window: int, size: int, order: Order, kind: str) -> None:
-        """Add the leaves of a part in the one order; the sum ends in the first, or rounded in the last."""
-        count = len(order.leaves)
-        if kind == "float32":
-            serial.add_up(order, list(self._buffers[window].view(torch.float32).numpy()[:count, :size]))
-            return
-        halves = self._buffers[window].view(torch.bfloat16)[:, :size]
-        for row, half in zip(self._work[:count], halves, strict=False):
-            serial.copy(row[:size], half)
-        serial.add_up(order, list(self._work.numpy()[:count, :size]))
-        serial.copy(halves[count], self._work[0][:size])
 
 
 def _checked_operation(payload: bytes, world_size: int) -> Operation:
