@@ -37,6 +37,8 @@ class Run:
         self.emit: Emit = emit if self.leads else _nothing
         self.tokenizer = trainer.tokens.tokenizer()
         self.saver = self._make_saver()
+        if self.transport != "shm" and not self.config.train.compile:  # shm would take forward's own cores
+            trainer.parallel.gather.beside_forward(trainer.model)
         self.on_stories = self.config.data.corpus == ("stories",)
         self.sampled = time.monotonic()
 
@@ -100,6 +102,7 @@ class Run:
 
     def save(self, wait: bool) -> None:
         """Save the current step, beside the steps that follow or now."""
+        self.trainer.parallel.gather.settle()
         self.saver.finish()
         self._stop_if_configured()
         if self.alone and self.trainer.parallel.ownership.shared:
@@ -134,6 +137,7 @@ class Run:
     def evaluate(self) -> dict[str, Any]:
         """Loss on held-out windows and, for the built-in stories, the share of valid samples."""
         trainer = self.trainer
+        trainer.parallel.gather.settle()
         windows = trainer.batches.validation(self.config.eval.windows)
         with trainer.autocast():
             loss = evaluation.validation_loss(trainer.model, windows, self.group)
@@ -159,6 +163,7 @@ class Run:
 
     def write(self, count: int, seed: int) -> list[str]:
         """Sample texts from the model as it is."""
+        self.trainer.parallel.gather.settle()
         # Sampling has other shapes at every token: compiled blocks would be compiled again and again.
         with self.trainer.autocast(), torch.compiler.set_stance("force_eager"):
             temperature = self.config.eval.temperature
