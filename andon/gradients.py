@@ -100,7 +100,7 @@ class Gradients:
         starts = [0, *ends][group.rank * len(arena.layout.units) :]
         self._spans = [(lo, hi, at) for (lo, hi), at in zip(spans[group.rank], starts, strict=False)]
         """For each unit: the range whose norm this rank computes, and where in the cells it belongs."""
-        self._thread = ThreadPoolExecutor(
+        self.thread = ThreadPoolExecutor(
             1, "andon-exchange", initializer=_same_threads(torch.get_num_threads())
         )
         self._backward: Backward | None = None
@@ -255,7 +255,7 @@ class Gradients:
 
     def close(self) -> None:
         """Stop the communication thread and let go of the model."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self.thread.shutdown(wait=True, cancel_futures=True)
         for hook in self._hooks:
             hook.remove()
 
@@ -300,7 +300,7 @@ class Backward:
         while self.last and len(self.exchanges) < len(units) and not self.missing[len(self.exchanges)]:
             before = self.exchanges[-1] if self.exchanges else None
             unit, merges = len(self.exchanges), self.fold.merges
-            task = self.gradients._thread.submit(self.gradients._exchange, unit, merges, before)
+            task = self.gradients.thread.submit(self.gradients._exchange, unit, merges, before)
             self.exchanges.append(task)
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from andon.arena import Arena
+from andon.gather import Gather
 from andon.gradients import Gradients, OnGradient, Totals
 from andon.group.base import Group
 from andon.integrity.fingerprint import Fingerprints, compare_replicas
@@ -54,6 +55,7 @@ class DataParallel:
         group.broadcast(self.arena.weights, src=0)
         self.ownership = Ownership.of(self.arena.layout, group.world_size, zero.policy, zero.replicas)
         self.gradients = Gradients(self.arena, group, slots, self.ownership, on_gradient)
+        self.gather = Gather(self.arena, group, self.ownership, self.gradients.thread)
         self.own = self.ownership.parts(group.rank)
         parts = self.own + self.ownership.replica_parts(group.rank)
         self.optimizer = AdamW(self.arena, settings or Settings(), parts)
@@ -85,12 +87,7 @@ class DataParallel:
         """AdamW on the mean gradient, clipped to a global norm (0: not clipped)."""
         scale = totals.tokens * max(1.0, totals.norm / clip if clip else 1.0)
         self.optimizer.step(self.gradients.total, scale, lr)
-        self.gather_weights()
-
-    def gather_weights(self) -> None:
-        """With ZeRO: everyone gets what the others have updated."""
-        for unit, bounds in zip(self.arena.layout.units, self.ownership.bounds or (), strict=False):
-            self.group.all_gather(self.arena.weights[unit.start : unit.stop], bounds)
+        self.gather.begin()
 
     def compare(self, step: int, prints: bytes) -> None:
         """Halt on every rank if any rank holds other bits than it should (C-DDP-001)."""

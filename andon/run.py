@@ -41,6 +41,8 @@ class Run:
         self.saver = self._make_saver()
         self.overdue = -1
         """The step whose save has used up our patience."""
+        if self.transport != "shm" and not self.config.train.compile:  # shm would take forward's own cores
+            trainer.parallel.gather.beside_forward(trainer.model)
         self.on_stories = self.config.data.corpus == ("stories",)
         self.sampled = time.monotonic()
 
@@ -113,6 +115,7 @@ class Run:
         """Save the current step, beside the steps that follow or now; for a save that is still being written
         it has `patience`, for then the disk is in trouble and training matters more."""
         step = self.trainer.step
+        self.trainer.parallel.gather.settle()
         if not self.saver.finish(patience if wait or self.saver.step != self.overdue else 0.0):
             self.overdue = self.saver.step
             text = f"Step {step} is not saved: the save of step {self.overdue} has not ended"
@@ -154,6 +157,7 @@ class Run:
     def evaluate(self) -> dict[str, Any]:
         """Loss on held-out windows and, for the built-in stories, the share of valid samples."""
         trainer = self.trainer
+        trainer.parallel.gather.settle()
         windows = trainer.batches.validation(self.config.eval.windows)
         with trainer.autocast():
             loss = evaluation.validation_loss(trainer.model, windows, self.group)
@@ -179,6 +183,7 @@ class Run:
 
     def write(self, count: int, seed: int) -> list[str]:
         """Sample texts from the model as it is."""
+        self.trainer.parallel.gather.settle()
         # Sampling has other shapes at every token: compiled blocks would be compiled again and again.
         with self.trainer.autocast(), torch.compiler.set_stance("force_eager"):
             temperature = self.config.eval.temperature

@@ -72,6 +72,8 @@ class Trainer:
         A save that runs beside it speaks with the words of the exchange."""
         step, clock = self.step + 1, Clock()
         self.faults.at("forward", step)
+        if self.config.fault:
+            self.parallel.gather.settle()  # or what is flipped may be overwritten
         self.faults.flip(step, self.arena.layout, self.parallel.state)
         for slot in self.gradients.slots:
             x, y = self.batch(step, slot)
@@ -82,6 +84,7 @@ class Trainer:
             del loss  # or its graph lies scattered where the next slot's activations have to go
         clock.lap("compute_ms")
         self.faults.at("exchange", step)
+        self.parallel.gather.settle()
         prints = self.parallel.fingerprints.take(self.facts(step))  # beside what is left of the exchange
         clock.lap("fingerprint_ms")
         totals = self.gradients.finish(stop, saver.word() if saver else None)

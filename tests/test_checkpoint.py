@@ -335,6 +335,7 @@ def flip_then_save(group: Group, tokens: Path, folder: Path) -> tuple[str, bool]
     trainer = make_trainer(group, tokens, quick_config(folder))
     run = Run(trainer, lambda said: None)
     trainer.train_step()
+    trainer.parallel.gather.settle()
     if group.rank == 1:
         trainer.arena.layout.view(trainer.arena.weights, "model.norm.weight").view(torch.int32)[3] ^= 1
     run.save(wait=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from andon.arena import CELL, Arena
 from andon.config import Config
 from andon.configure import load
-from andon.group.base import Group
+from andon.group.base import Group, PeerLost
 from andon.group.local import LocalGroup
 from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
@@ -58,6 +60,58 @@ def test_every_policy_gives_the_answer(tokens: Path, answer: str, transport: str
     # The moments are gathered on every rank, so every rank can be asked.
     for result in results:
         assert result == dict.fromkeys(SETTINGS, answer)
+
+
+def train_beside(group: Group, tokens: Path, tied: bool) -> tuple[str, str]:
+    """The digests after training with the gather at once, and beside the next forward."""
+    digests = []
+    for beside in (False, True):
+        trainer = make_trainer(group, tokens, small_config(zero__policy="even", model__tied=tied))
+        if beside:
+            trainer.parallel.gather.beside_forward(trainer.model)
+        for _ in range(STEPS):
+            trainer.train_step()
+        trainer.parallel.gather.settle()
+        digests.append(digest(trainer))
+        trainer.gradients.close()
+    return digests[0], digests[1]
+
+
+@pytest.mark.parametrize(
+    ("transport", "size"), [*worlds(2, processes_only=True), ("shm", 3), ("star", 3), ("ring", 3)]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gather_beside_the_next_forward_gives_the_answer(
+    tokens: Path, transport: str, size: int, tied: bool
+) -> None:
+    with World(transport, size) as world:
+        results = world.run(train_beside, tokens, tied)
+    assert len({each for pair in results for each in pair}) == 1
+
+
+def test_forward_waits_for_its_unit_and_tells_what_went_wrong_with_the_gather(tokens: Path) -> None:
+    trainer = make_trainer(LocalGroup(), tokens, small_config(zero__policy="even"))
+    gather, x = trainer.parallel.gather, trainer.batch(1, 0)
+    gather.beside_forward(trainer.model)
+    asked, may_go_on = [], threading.Event()
+
+    def all_gather(flat: torch.Tensor, bounds: Sequence[int]) -> None:
+        may_go_on.wait(10)
+        asked.append(flat.data_ptr())
+        if len(asked) == 3:
+            raise PeerLost(1, "all-gather", 0.0)
+
+    trainer.group.all_gather = all_gather  # type: ignore[method-assign]
+    gather.begin()
+    assert not asked
+    may_go_on.set()
+    with pytest.raises(PeerLost):  # in the second block
+        trainer.model(*x)
+    units = [trainer.arena.weights[unit.start :].data_ptr() for unit in trainer.arena.layout.units]
+    assert asked == units[::-1][:3]
+    with pytest.raises(PeerLost):
+        gather.settle()
+    trainer.close()
 
 
 def tiny(policy: str, replicas: int = 1) -> Config:
