@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -184,10 +185,15 @@ class Run:
     def write(self, count: int, seed: int) -> list[str]:
         """Sample texts from the model as it is."""
         self.trainer.parallel.gather.settle()
-        # Sampling has other shapes at every token: compiled blocks would be compiled again and again.
-        with self.trainer.autocast(), torch.compiler.set_stance("force_eager"):
+        with self.trainer.autocast(), self._eager():
             temperature = self.config.eval.temperature
             return evaluation.write(self.trainer.model, self.tokenizer, count, temperature, seed)
+
+    def _eager(self) -> contextlib.AbstractContextManager[Any]:
+        """Sampling has other shapes at every token: compiled blocks would be compiled again and again."""
+        # It loads torch's compiler, 1.5 s, so only where it is loaded already.
+        compiled = self.config.train.compile
+        return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
     def _step_event(self, totals: Totals, seconds: float, timings: dict[str, float]) -> Event:
         return event(

@@ -80,7 +80,7 @@ class Saver:
         self._units: tuple[str, ...] | None = None
         self._records: dict[str, Any] = {}
         self._task: Future[Any] | None = None
-        self._pruning: Future[Any] | None = None
+        self._tidying: Future[Any] | None = None
         self._cancel = threading.Event()
         self._attempt, self._publishing, self._started = 0, False, 0.0
         self._notes: list[str] = []
@@ -173,7 +173,7 @@ class Saver:
             self._completed()
             if self.leads:
                 at = partial(self._at, threading.Event(), save.step)  # it is not given up with a later save
-                self._pruning = beside("andon-prune", be_humble, partial(self.store.prune, save.step, at))
+                self._tidying = beside("andon-tidy", be_humble, partial(self.store.prune, save.step, at))
         elif not save.running and self._task:
             self._cancel.set()
             self._task = None
@@ -184,7 +184,7 @@ class Saver:
         self.saved = step
         while self._notes:
             self.tell("note", text=self._notes.pop(0))
-        if self._pruning and self._pruning.done() and (error := self._pruning.exception()):
+        if self._tidying and self._tidying.done() and (error := self._tidying.exception()):
             self.tell("note", text=f"Old checkpoints could not be removed: {_reason(error)}")
         self.tell(
             "checkpoint",
@@ -218,7 +218,8 @@ class Saver:
             self.failure = None
             self._try(save.step)
         else:
-            beside("andon-write", be_humble, partial(self._discard, save.step, save.turn))
+            discard = partial(self._discard, save.step, save.turn)
+            self._tidying = beside("andon-tidy", be_humble, discard)
 
     def give_up(self, step: int, reason: str) -> None:
         """Drop the save of a step, if it is on its way: what it copied is in doubt. All ranks do so alike."""
@@ -248,7 +249,7 @@ class Saver:
     def close(self) -> None:
         """Give up what is being written; what hangs in a disk does not hold the process for long."""
         self._cancel.set()
-        wait([task for task in (self._task, self._pruning) if task], CLOSING)
+        wait([task for task in (self._task, self._tidying) if task], CLOSING)
 
     def _at(self, cancel: threading.Event, step: int, place: str) -> None:
         if cancel.is_set():
