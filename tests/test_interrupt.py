@@ -38,6 +38,15 @@ def wait_for_new_steps(folder: Path, count: int, process: subprocess.Popen[str],
         time.sleep(0.01)
 
 
+def start_long_run(cwd: Path, *options: str) -> subprocess.Popen[str]:
+    """A run that would never end, once it has done a few steps."""
+    process = start(
+        "train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", *options, cwd=cwd
+    )
+    wait_for_step(cwd / "run", 3, process)
+    return process
+
+
 @pytest.mark.parametrize("transport", ["shm", "star"])
 def test_ctrl_c_saves_once_and_leaves_and_the_same_command_goes_on(tmp_path: Path, transport: str) -> None:
     whole = train("--train.steps=40", cwd=tmp_path, name="whole")
@@ -70,9 +79,7 @@ def test_ctrl_c_before_the_workers_have_joined_is_not_lost(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("transport", ["shm", "star"])
 def test_sigterm_to_every_process_at_once_saves_and_leaves(tmp_path: Path, transport: str) -> None:
-    options = ["--train.steps=100000", "--workers=2", f"--group.transport={transport}"]
-    process = start("train", *SMALL, *options, "--checkpoint.every=0", "--run.dir=run", cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 3, process)
+    process = start_long_run(tmp_path, f"--group.transport={transport}", "--checkpoint.every=0")
     everyone = workers_of(process)
     assert len(everyone) == 2 + (transport == "star")  # and the gradient server
     for each in everyone:
@@ -85,8 +92,7 @@ def test_sigterm_to_every_process_at_once_saves_and_leaves(tmp_path: Path, trans
 
 
 def test_two_signals_at_the_same_moment_are_heard(tmp_path: Path) -> None:
-    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 3, process)
+    process = start_long_run(tmp_path)
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
     output = finish(process)
@@ -94,16 +100,14 @@ def test_two_signals_at_the_same_moment_are_heard(tmp_path: Path) -> None:
 
 
 def test_sigterm_to_one_worker_stops_all_of_them(tmp_path: Path) -> None:
-    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 3, process)
+    process = start_long_run(tmp_path)
     workers_of(process)[1].terminate()
     output = finish(process)
     assert process.returncode == 0 and "Stopped and saved at step" in output, output
 
 
 def test_a_second_ctrl_c_quits_at_once_and_leaves_no_process(tmp_path: Path) -> None:
-    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 2, process)
+    process = start_long_run(tmp_path)
     workers = workers_of(process)
     for worker in workers:
         worker.suspend()  # so that the first one cannot be obeyed
@@ -119,8 +123,7 @@ def test_a_second_ctrl_c_quits_at_once_and_leaves_no_process(tmp_path: Path) -> 
 
 
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
-    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 2, process)
+    process = start_long_run(tmp_path)
     workers = workers_of(process)
     assert len(workers) == 2
     process.kill()
@@ -130,8 +133,7 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_ends_the_run_with_a_reason(tmp_path: Path) -> None:
-    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 2, process)
+    process = start_long_run(tmp_path)
     workers_of(process)[1].kill()
     output = finish(process)
     assert process.returncode == 1 and "rank 1 was lost" in output, output
