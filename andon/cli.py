@@ -209,9 +209,18 @@ def bench_transport(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
     sizes: Annotated[str, typer.Option(help="Vector sizes.")] = "64KB,1MB,16MB,64MB,256MB",
     repetitions: Annotated[int, typer.Option(min=1, help="Turns of each; the median counts.")] = 7,
+    rate: Annotated[
+        str, typer.Option(help="In a network that carries so much, such as 4gbit (Linux, as root).")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
 ) -> None:
     """All-reduce of every transport against gloo, interleaved in one run."""
+    if rate:
+        from andon.bench.link import run_at
+
+        options = ["--transports", transports, "--ranks", ranks, "--sizes", sizes]
+        options += ["--repetitions", str(repetitions), *(["--json"] if as_json else [])]
+        raise typer.Exit(run_at(rate, ["bench", "transport", *options]))
     from andon.bench.transport import main as run
     from andon.bench.transport import parse_size
 
