@@ -10,7 +10,7 @@ from tests import runs
 
 ALONE = {
     *("test_group_contract", "test_ring", "test_star", "test_shm", "test_torch_group"),
-    *("test_interrupt", "test_plan", "test_cord"),
+    *("test_gradient_server", "test_interrupt", "test_plan", "test_cord"),
 }
 """Files whose deadlines or measurements other tests would disturb."""
 

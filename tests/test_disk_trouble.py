@@ -203,8 +203,12 @@ def test_whatever_happens_to_the_file_of_events_the_others_hear_them(tmp_path: P
     heard: list[Event] = []
     recorder = Recorder(tmp_path, heard.append)
     recorder.emit(event("step", step=1))
-    (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "metrics.jsonl").mkdir()
+    path, until = tmp_path / "metrics.jsonl", time.monotonic() + 10
+    while not path.read_bytes().endswith(b"\n"):  # until the writer has nothing left to write
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    path.unlink()
+    path.mkdir()
     for number in range(2, 5):
         recorder.emit(event("step", step=number))
     recorder.close()
@@ -260,10 +264,10 @@ def test_training_goes_on_beside_a_save_that_does_not_end(
 
 
 def test_a_save_is_not_late_because_the_steps_are_long(tmp_path: Path, tokens: Path) -> None:
-    slow = [f"stall:rank=0,step={step},at=forward,seconds=1" for step in (3, 4, 5)]
-    config = quick_config(tmp_path, fault=slow, checkpoint__timeout=0.3, train__steps=5, checkpoint__every=2)
+    slow = [f"stall:rank=0,step={step},at=forward,seconds=2" for step in (3, 4)]
+    config = quick_config(tmp_path, fault=slow, checkpoint__timeout=1.5, train__steps=4)
     _, heard = run_alone(tokens, config)
-    assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4, 5]
+    assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4]
 
 
 def test_a_snapshot_that_changes_in_memory_is_not_published(tmp_path: Path, tokens: Path) -> None:
@@ -289,3 +293,17 @@ def test_a_snapshot_that_changes_in_memory_is_not_published(tmp_path: Path, toke
     reason = "rank 0: OSError: lm_head.weight has changed in memory since it was copied"
     assert failed == [reason, reason]
     assert steps(store.folder) == [1] and newest_good(tmp_path) == (checkpoint_path(store.folder, 1), [])
+
+
+def test_old_checkpoints_that_cannot_be_removed_are_told_of(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(checkpoint: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(checkpoint))
+
+    monkeypatch.setattr("andon.checkpoint.store.remove", refuse)
+    _, heard = run_alone(tokens, quick_config(tmp_path, checkpoint__keep=2))
+    notes = [said["text"] for said in heard if said["event"] == "note"]
+    where = checkpoint_path(tmp_path / "checkpoints", 2)
+    assert notes == [f"Old checkpoints could not be removed: Operation not permitted ({where})"]
+    assert names(heard, "checkpoint") == [2, 4, 6] and names(heard, "save_failed") == []

@@ -184,8 +184,7 @@ class Saver:
         self.saved = step
         while self._notes:
             self.tell("note", text=self._notes.pop(0))
-        if self._tidying and self._tidying.done() and (error := self._tidying.exception()):
-            self.tell("note", text=f"Old checkpoints could not be removed: {_reason(error)}")
+        self._tell_of_tidying()
         self.tell(
             "checkpoint",
             step=step,
@@ -250,6 +249,14 @@ class Saver:
         """Give up what is being written; what hangs in a disk does not hold the process for long."""
         self._cancel.set()
         wait([task for task in (self._task, self._tidying) if task], CLOSING)
+        self._tell_of_tidying()
+
+    def _tell_of_tidying(self) -> None:
+        """What could not be removed stays, and is said once."""
+        if self._tidying and self._tidying.done():
+            if error := self._tidying.exception():
+                self.tell("note", text=f"Old checkpoints could not be removed: {_reason(error)}")
+            self._tidying = None
 
     def _at(self, cancel: threading.Event, step: int, place: str) -> None:
         if cancel.is_set():
