@@ -94,6 +94,13 @@ def test_what_failed_is_saved_at_the_second_attempt_as_it_was(
     assert kept[0].units == verify(checkpoint_path(tmp_path / "whole" / "checkpoints", 4)).units
 
 
+@pytest.mark.parametrize("small_disk", ["1200k"], indirect=True)
+def test_a_save_waits_for_the_room_of_what_is_being_removed(tokens: Path, small_disk: Path) -> None:
+    slow = ["stall:rank=0,step=4,at=prune,seconds=1"]
+    _, heard = run_alone(tokens, quick_config(small_disk, checkpoint__keep=1, fault=slow))
+    assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4, 6]
+
+
 def test_a_full_disk_stops_the_run_where_that_is_configured(
     tmp_path: Path, tokens: Path, small_disk: Path
 ) -> None:

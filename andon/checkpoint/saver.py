@@ -41,6 +41,7 @@ from andon.integrity.halt import JidokaHalt
 
 BEAT = 0.2  # seconds between signs of life
 CLOSING = 10.0  # seconds that a cancelled write has to notice it
+TIDYING = 10.0  # seconds that a write leaves to the removal of what is old, whose room it may need
 ATTEMPTS = 2
 LOWEST = 19
 Tell = Callable[..., None]
@@ -266,12 +267,17 @@ class Saver:
     def _take(self, step: int, at: At) -> tuple[str, ...]:
         """The snapshot, unless the first attempt has taken it; what that one wrote makes room."""
         if self._attempt > 1:
+            self._tidy_first()
             self._discard(step, self._save.turn - 1)
         elif self._units is None:
             self._units = self.snapshot.take(at)
         if self._units is None:
             raise RuntimeError("its snapshot could not be taken, and by now the weights have moved on")
         return self._units
+
+    def _tidy_first(self) -> None:
+        if tidying := self._tidying:
+            wait([tidying], TIDYING)
 
     def _discard(self, step: int, turn: int) -> None:
         if self.leads:
@@ -284,6 +290,7 @@ class Saver:
             return {}
         if self.leads and self.saved >= 0 and not self.store.folder.exists():
             self._notes.append(f"{self.store.folder} was gone and has been made again")
+        self._tidy_first()
         self._may_write()
         folder = self.store.begin(step, turn)
         if self.leads:
