@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Protocol
 
+import numpy as np
 import torch
 
-from andon.group import serial
-from andon.group.route import PIECE, Exact, Rounded, Scratch, Span
+from andon.group.forms import PIECE, Form, Scratch, Span, rounding
+from andon.group.wire import Floats, Halves
 from andon.order import Apart, Order, apart
 
 NOBODY: Final = -1
 ITEM_SIZES: Final = {"float32": 4, "bf16": 2, "uint8": 1}
-Form = Exact | Rounded
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class OwnParts:
         into: Form,
         spans: Sequence[Span],
     ) -> None:
-        self._rows, self._fresh, self._scratch, self._spans = rows, fresh, scratch, spans
+        self._rows = [row.numpy() for row in rows]
+        self._fresh, self._scratch, self._spans = fresh, scratch, spans
         self._rounds = into.kind == "bf16"
         self._sizes = [size for _, size in result_sizes("reduce-scatter", into.kind, adds)]
         self.count = len(spans) * len(self._sizes)
@@ -133,30 +134,31 @@ class OwnParts:
         span = self._spans[part]
         if turn == 0:
             self._begin(span)
-        form = torch.float32 if self._sizes[turn] == 4 else torch.bfloat16
-        self._add(span, turn + 1, self._scratch.memory.view(form)[: span[1] - span[0]])
+        received, size = self._scratch.array, span[1] - span[0]
+        whole = self._sizes[turn] == 4
+        self._add(
+            span, turn + 1, received.view(np.float32)[:size] if whole else received.view(np.uint16)[:size]
+        )
         if turn + 1 == len(self._sizes):
             self._end(span)
 
     def _begin(self, span: Span) -> None:
         if self._fresh:
-            self._rows[0][slice(*span)].fill_(-0.0)  # what it is added to keeps its bits
+            self._rows[0][slice(*span)].fill(-0.0)  # what it is added to keeps its bits
         for row in self._rows if self._rounds else ():
-            self._round(row[slice(*span)])
+            rounding().round_in_place(row[slice(*span)])
         self._add(span, 0, None)
 
-    def _add(self, span: Span, turn: int, given: torch.Tensor | None) -> None:
+    def _add(self, span: Span, turn: int, given: Floats | Halves | None) -> None:
         rows = [row[slice(*span)] for row in self._rows]
         for row, other in self._turns[turn]:
             term = given if other is None else rows[other]
             assert term is not None
-            serial.add(rows[row], term)
+            if term.dtype == np.uint16:
+                rounding().add_halves(rows[row], term)
+            else:
+                np.add(rows[row], term, out=rows[row])
 
     def _end(self, span: Span) -> None:
         if self._rounds:
-            self._round(self._rows[0][slice(*span)])
-
-    def _round(self, values: torch.Tensor) -> None:
-        half = self._scratch.slots[-1][: len(values)]
-        serial.copy(half, values)
-        serial.copy(values, half)
+            rounding().round_in_place(self._rows[0][slice(*span)])

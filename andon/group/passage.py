@@ -13,12 +13,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
-import torch
+import numpy as np
 
 from andon.group import serial
 from andon.group.flow import Flow, Incoming, Outgoing
+from andon.group.forms import PIECE, rounding
 from andon.group.parts import ITEM_SIZES, adds_of, is_source, is_target, kind_of_sums, parts, result_sizes
-from andon.group.route import PIECE
 from andon.order import Apart, Order
 
 WINDOW: Final = 2
@@ -121,20 +121,22 @@ class Memory:
 
     def __init__(self, leaves: int) -> None:
         self.leaves = leaves
-        self._buffers = torch.empty(WINDOW, leaves, 4 * PIECE, dtype=torch.uint8)
-        self._work = torch.empty(leaves, PIECE)
-        windows = [window.numpy() for window in self._buffers]
-        self.bytes: list[list[memoryview]] = [[buffer.data for buffer in window] for window in windows]
+        self._buffers = np.empty((WINDOW, leaves, 4 * PIECE), np.uint8)
+        self._work = np.empty((leaves, PIECE), np.float32)
+        self.bytes: list[list[memoryview]] = [[buffer.data for buffer in window] for window in self._buffers]
 
     def add_up(self, window: int, size: int, adds: Apart, kind: str, kind_of_sums: str) -> None:
         """Do the additions of a part; each sum ends where its first leaf was."""
-        floats = self._buffers[window].view(torch.float32)[:, :size]
+        floats = self._buffers[window].view(np.float32)[:, :size]
         if kind != "bf16":
-            serial.add_up(adds.others, list(floats.numpy()))
+            serial.add_up(adds.others, list(floats))
             return
-        halves = self._buffers[window].view(torch.bfloat16)[:, :size]
+        halves, work = self._buffers[window].view(np.uint16)[:, :size], self._work[:, :size]
         for leaf in {leaf for pair in adds.others for leaf in pair}:
-            serial.copy(self._work[leaf][:size], halves[leaf])
-        serial.add_up(adds.others, list(self._work.numpy()[:, :size]))
+            rounding().widen(halves[leaf], work[leaf])
+        serial.add_up(adds.others, list(work))
         for leaf in adds.sums.intersection(adds.given):
-            serial.copy((halves if kind_of_sums == "bf16" else floats)[leaf], self._work[leaf][:size])
+            if kind_of_sums == "bf16":
+                rounding().round_off(work[leaf], halves[leaf])
+            else:
+                floats[leaf] = work[leaf]

@@ -23,12 +23,12 @@ from typing import Final
 import numpy as np
 import torch
 
-from andon.group import serial
 from andon.group.base import Group, Rendezvous, Wire, first_row, one_node_each, rows_of
 from andon.group.door import Door, knock
 from andon.group.flow import Incoming, Outgoing
+from andon.group.forms import Exact, Form, Scratch, form_for
 from andon.group.host import on_host
-from andon.group.route import Exact, Rounded, Route, Scratch, check_bounds
+from andon.group.route import Route, check_bounds
 from andon.group.watch import Watch
 from andon.group.wire import Hello, announcement, differ
 from andon.order import Order, shares
@@ -46,8 +46,8 @@ class RingGroup(Group):
         self, rank: int, left: socket.socket, right: socket.socket, watch: Watch, wire: Wire
     ) -> None:
         self.rank, self.world_size = rank, len(watch.peers) + 1
-        self._left, self._right, self._watch, self._wire = left, right, watch, wire
-        self._scratch = Scratch()
+        self._left, self._right, self._watch = left, right, watch
+        self._form, self._scratch = form_for(wire), Scratch()
 
     @classmethod
     def open(cls, rendezvous: Rendezvous, host: str, timeout: float, wire: Wire) -> RingGroup:
@@ -82,13 +82,13 @@ class RingGroup(Group):
         order = order or one_node_each(self.world_size)
         bounds = shares(nodes.shape[-1], self.world_size)
         with on_host(nodes) as host:
-            form = self._form(host, order)
+            form = self._own_sum(host, order)
             self._circulate("all-reduce", form, bounds, order, adds=True, gathers=True)
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         order = order or one_node_each(self.world_size)
         with on_host(nodes) as host:
-            form = self._form(host, order)
+            form = self._own_sum(host, order)
             self._circulate("reduce-scatter", form, bounds, order, adds=True, gathers=False)
 
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
@@ -119,21 +119,21 @@ class RingGroup(Group):
         self._left.close()
         self._right.close()
 
-    def _form(self, nodes: torch.Tensor, order: Order) -> Exact | Rounded:
-        """Add my own rows, and choose how the sum travels."""
+    def _own_sum(self, nodes: torch.Tensor, order: Order) -> Form:
+        """The sum of my own rows, as it travels."""
         if nodes.dtype != torch.float32:
             raise ValueError(f"only float32 can be summed, not {nodes.dtype}")
         total, rows = first_row(nodes), rows_of(nodes, order, self.rank)
         if not rows:
             total.zero_()
         for row in rows[1:]:
-            serial.add(total, row)
-        return (Exact if self._wire == "f32" else Rounded)(total, self._scratch)
+            np.add(total.numpy(), row.numpy(), out=total.numpy())
+        return self._form(total, self._scratch)
 
     def _circulate(
         self,
         name: str,
-        form: Exact | Rounded,
+        form: Form,
         bounds: Sequence[int],
         order: Order | None,
         *,

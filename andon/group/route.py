@@ -1,4 +1,4 @@
-"""What goes round in a ring: the pieces of an operation in order, and the form in which they travel.
+"""What goes round in a ring: the pieces of an operation in order.
 
 Each chunk is cut into *stretches* of a few pieces, and a *stripe* is one stretch of every chunk. The ring
 finishes one stripe after the other: a stripe is small enough to stay in the cache until it has been all the
@@ -9,23 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final
 
-import numpy as np
-import torch
-
-from andon.group import serial
-
-Span = tuple[int, int]
-"""From this element to that one."""
-
-PIECE: Final = 1 << 18
-"""Elements (of f32) that are moved and added at once."""
-STRETCH: Final = 2
-"""Pieces in a stretch."""
-SLOTS: Final = 2 * STRETCH + 2
-"""Pieces that can wait to be passed on. More than a stretch waits only at a rank whose left neighbour is
-ahead of it, and in a ring not everyone can be behind; so the ring never stands still with all slots full."""
+from andon.group.forms import SLOTS, STRETCH, Span
 
 
 def check_bounds(bounds: Sequence[int], count: int, world_size: int) -> None:
@@ -78,90 +63,3 @@ class Route:
         ):
             self._room += 1
         return self._room
-
-
-class Scratch:
-    """The buffers that the forms need: slots for bf16, which serve as one large buffer for f32."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty((SLOTS + 2) * 2 * PIECE, dtype=torch.uint8)
-        self.array = self.memory.numpy()
-        self.bytes = self.array.data
-        self.slots: list[torch.Tensor] = list(self.memory.view(torch.bfloat16).view(SLOTS + 2, PIECE))
-        self.slot_bytes: list[memoryview] = [slot.view(torch.uint8).numpy().data for slot in self.slots]
-
-
-class Exact:
-    """Values travel as they are: sent from where they lie, and received there when nothing is to be added."""
-
-    slotted = False
-
-    def __init__(self, flat: torch.Tensor, scratch: Scratch) -> None:
-        self.kind = str(flat.dtype).removeprefix("torch.")
-        self.count, self.item_size = flat.numel(), flat.element_size()
-        self.step = 4 * PIECE // self.item_size
-        self._array = flat.view(torch.uint8).numpy()
-        self._bytes = self._array.data
-        self._scratch = scratch
-
-    def outgoing(self, span: Span, source: int) -> memoryview:
-        """The bytes of a piece that leaves; `source` is which arrived piece it was (-1: my own)."""
-        return self._bytes[span[0] * self.item_size : span[1] * self.item_size]
-
-    def incoming(self, span: Span, index: int, add: bool) -> memoryview:
-        """Where the piece with this index can arrive."""
-        return self._scratch.bytes[: 4 * (span[1] - span[0])] if add else self.outgoing(span, index)
-
-    def arrived(self, span: Span, index: int, add: bool, final: bool) -> None:
-        """The piece is there: add it to my values, or keep it; `final`: the sum is complete."""
-        if add:
-            mine = self._array[4 * span[0] : 4 * span[1]].view(np.float32)
-            np.add(mine, self._scratch.array[: mine.nbytes].view(np.float32), out=mine)
-
-    def alone(self) -> None:
-        """Nothing travels: a ring of one."""
-
-
-class Rounded:
-    """Values travel as bf16. A piece stays in its slot from arrival until it is passed on, so that nothing
-    is converted twice. To add two bf16 numbers is to add them in f32 and round."""
-
-    kind = "bf16"
-    item_size = 2
-    slotted = True
-
-    def __init__(self, flat: torch.Tensor, scratch: Scratch) -> None:
-        self.count, self.step = flat.numel(), PIECE
-        self._flat = flat
-        self._slots, self._bytes = scratch.slots, scratch.slot_bytes
-
-    def outgoing(self, span: Span, source: int) -> memoryview:
-        """The bytes of a piece that leaves; `source` is which arrived piece it was (-1: my own)."""
-        size = span[1] - span[0]
-        if source >= 0:
-            return self._bytes[source % SLOTS][: 2 * size]
-        serial.copy(self._slot(SLOTS, size), self._flat[span[0] : span[1]])
-        return self._bytes[SLOTS][: 2 * size]
-
-    def incoming(self, span: Span, index: int, add: bool) -> memoryview:
-        """Where the piece with this index can arrive."""
-        return self._bytes[index % SLOTS][: 2 * (span[1] - span[0])]
-
-    def arrived(self, span: Span, index: int, add: bool, final: bool) -> None:
-        """The piece is there: add my values to it, or keep it; `final`: the sum is complete."""
-        size = span[1] - span[0]
-        piece, mine = self._slot(index % SLOTS, size), self._flat[span[0] : span[1]]
-        if add:
-            rounded = self._slot(SLOTS + 1, size)
-            serial.copy(rounded, mine)
-            serial.add(piece, rounded)
-        if final or not add:
-            serial.copy(mine, piece)
-
-    def alone(self) -> None:
-        """Nothing travels: a ring of one, whose sum is rounded all the same."""
-        self._flat.copy_(self._flat.bfloat16())
-
-    def _slot(self, index: int, size: int) -> torch.Tensor:
-        slot = self._slots[index]
-        return slot if size == PIECE else slot[:size]

@@ -29,9 +29,10 @@ import torch
 from andon.group.base import Group, Rendezvous, Wire, first_row, one_node_each, rows_of
 from andon.group.door import knock
 from andon.group.flow import Incoming, Outgoing
+from andon.group.forms import Exact, Form, Scratch, Span, form_for
 from andon.group.host import on_host
-from andon.group.parts import Arriving, Form, OwnParts, Results, is_source, is_target, parts
-from andon.group.route import Exact, Rounded, Scratch, Span, check_bounds
+from andon.group.parts import Arriving, OwnParts, Results, is_source, is_target, parts
+from andon.group.route import check_bounds
 from andon.group.watch import Watch
 from andon.group.wire import Hello, announcement
 from andon.order import Order, apart
@@ -46,8 +47,8 @@ class StarGroup(Group):
 
     def __init__(self, rank: int, world_size: int, data: socket.socket, watch: Watch, wire: Wire) -> None:
         self.rank, self.world_size = rank, world_size
-        self._data, self._watch, self._wire = data, watch, wire
-        self._scratch = Scratch()
+        self._data, self._watch = data, watch
+        self._form, self._scratch = form_for(wire), Scratch()
 
     @classmethod
     def open(
@@ -101,11 +102,10 @@ class StarGroup(Group):
         if nodes.dtype != torch.float32:
             raise ValueError(f"only float32 can be summed, not {nodes.dtype}")
         order = order or one_node_each(self.world_size)
-        form = Exact if self._wire == "f32" else Rounded
         with on_host(nodes) as host:
             mine = rows_of(host, order, self.rank)
-            rows = [form(row, self._scratch) for row in mine]
-            into = form(first_row(host), self._scratch)
+            rows = [self._form(row, self._scratch) for row in mine]
+            into = self._form(first_row(host), self._scratch)
             if name == "all-reduce":
                 self._operate(name, rows, into, bounds, order)
             else:

@@ -25,6 +25,8 @@ from andon.order import Order
 
 Buffer = bytes | bytearray | memoryview
 Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.uint16]
+"""bf16 numbers."""
 
 MAX_FRAME: Final = 100_000_000
 LENGTH: Final = struct.Struct(">I")
