@@ -29,7 +29,7 @@ LIBRARIES: Final = 110_000_000
 """Pages of libraries in use, which all workers of a machine share."""
 ALLOCATOR: Final = 1.4
 """What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
-SCRATCH: Final = 4 << 20
+SCRATCH: Final = 7 << 20
 """Buffers of a rank of shm, star or ring."""
 
 

@@ -14,7 +14,7 @@ Span = tuple[int, int]
 """From this element to that one."""
 
 PIECE: Final = 1 << 18
-"""Elements (of f32) that are moved and added at once."""
+"""Elements of f32 that are moved and added at once; of bf16 twice as many."""
 STRETCH: Final = 2
 """Pieces in a stretch of a ring (see `andon.group.route`)."""
 SLOTS: Final = 2 * STRETCH + 2
@@ -33,9 +33,9 @@ class Scratch:
     """The buffers that the forms need: slots for bf16, which serve as one large buffer for f32."""
 
     def __init__(self) -> None:
-        self.array = np.empty((SLOTS + 1) * 2 * PIECE, np.uint8)
+        self.array = np.empty((SLOTS + 1) * 4 * PIECE, np.uint8)
         self.bytes = self.array.data
-        self.slots = list(self.array.view(np.uint16).reshape(SLOTS + 1, PIECE))
+        self.slots = list(self.array.view(np.uint16).reshape(SLOTS + 1, 2 * PIECE))
         self.slot_bytes: list[memoryview] = [slot.view(np.uint8).data for slot in self.slots]
 
 
@@ -79,7 +79,7 @@ class Rounded:
     slotted = True
 
     def __init__(self, flat: torch.Tensor, scratch: Scratch) -> None:
-        self.count, self.step = flat.numel(), PIECE
+        self.count, self.step = flat.numel(), 2 * PIECE
         self._values, self._arithmetic = flat.numpy(), rounding()
         self._slots, self._bytes = scratch.slots, scratch.slot_bytes
 

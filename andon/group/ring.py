@@ -28,7 +28,7 @@ from andon.group.door import Door, knock
 from andon.group.flow import Incoming, Outgoing
 from andon.group.forms import Exact, Form, Scratch, form_for
 from andon.group.host import on_host
-from andon.group.route import Route, check_bounds
+from andon.group.route import check_bounds, route
 from andon.group.watch import Watch
 from andon.group.wire import Hello, announcement, differ
 from andon.order import Order, shares
@@ -146,38 +146,39 @@ class RingGroup(Group):
         added = [(rank - 2 - turn) % size for turn in range(size - 1)] if adds else []
         kept = [(rank - 1 - turn) % size for turn in range(size - 1)] if gathers else []
         first = (rank - 1) % size if adds else rank
-        route = Route(bounds, [first, *added, *kept], form.step)
-        header = memoryview(announcement(name, form.count, form.kind, tuple(bounds), order))
+        bounds = tuple(bounds)
+        way = route(bounds, (first, *added, *kept), form.step)
+        header = memoryview(announcement(name, form.count, form.kind, bounds, order))
         theirs = memoryview(bytearray(len(header)))
 
         def outgoing(index: int) -> memoryview:
-            return form.outgoing(route.leaving[index - 1], route.sources[index - 1]) if index else header
+            return form.outgoing(way.leaving[index - 1], way.sources[index - 1]) if index else header
 
         def incoming(index: int) -> memoryview:
             if index == 0:
                 return theirs
-            return form.incoming(route.arriving[index - 1], index - 1, route.turns[index - 1] < len(added))
+            return form.incoming(way.arriving[index - 1], index - 1, way.turns[index - 1] < len(added))
 
         def arrived(index: int) -> None:
             if index == 0:
                 return self._check(bytes(theirs), bytes(header), name)
-            turn = route.turns[index - 1]
-            form.arrived(route.arriving[index - 1], index - 1, turn < len(added), turn == len(added) - 1)
-            out.ready = route.ready(index) + 1
+            turn = way.turns[index - 1]
+            form.arrived(way.arriving[index - 1], index - 1, turn < len(added), turn == len(added) - 1)
+            out.ready = way.ready[index] + 1
 
         def sent(index: int) -> None:
             if form.slotted:
-                into.ready = route.room(index) + 1
+                into.ready = way.room[index] + 1
 
-        out = Outgoing(self._right, (rank + 1) % size, outgoing, sent, len(route.leaving) + 1)
-        into = Incoming(self._left, (rank - 1) % size, incoming, arrived, len(route.arriving) + 1)
-        out.ready = route.ready(0) + 1
+        out = Outgoing(self._right, (rank + 1) % size, outgoing, sent, len(way.leaving) + 1)
+        into = Incoming(self._left, (rank - 1) % size, incoming, arrived, len(way.arriving) + 1)
+        out.ready = way.ready[0] + 1
         sent(0)
         self._watch.begin(name)
         if size == 1:
             form.alone()
         self._watch.carry([into, out], name)
-        self.bytes_sent += form.item_size * sum(hi - lo for lo, hi in route.leaving)
+        self.bytes_sent += form.item_size * sum(hi - lo for lo, hi in way.leaving)
 
     def _check(self, theirs: bytes, mine: bytes, name: str) -> None:
         if theirs != mine:

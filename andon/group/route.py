@@ -8,6 +8,7 @@ way round, and a stretch long enough to keep the neighbours busy meanwhile.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from andon.group.forms import SLOTS, STRETCH, Span
@@ -29,37 +30,45 @@ class Route:
         self.sources: list[int] = []  # which arrived piece each leaving one is; -1: my own
         self.arriving: list[Span] = []
         self.turns: list[int] = []  # in which round each piece arrives
-        self._leaves_as: list[int] = []  # which leaving piece each arrived one becomes; -1: it stays
-        self._ready = self._room = 0
+        leaves_as: list[int] = []  # which leaving piece each arrived one becomes; -1: it stays
         longest = max(hi - lo for lo, hi in pairwise(bounds))
         for start in range(0, longest, STRETCH * step):
             for turn, chunk in enumerate(chunks):
                 lo, hi = bounds[chunk] + start, min(bounds[chunk] + start + STRETCH * step, bounds[chunk + 1])
                 spans = [(at, min(at + step, hi)) for at in range(lo, hi, step)]
-                self._add(turn, turn == len(chunks) - 1, spans)
-
-    def _add(self, turn: int, last: bool, spans: list[Span]) -> None:
-        if not last:
-            arrived = range(len(self.arriving), len(self.arriving) + len(spans))
-            self.sources += arrived if turn else [-1] * len(spans)
-        if turn:
-            leaving = range(len(self.leaving), len(self.leaving) + len(spans))
-            self._leaves_as += [-1] * len(spans) if last else leaving
-            self.arriving += spans
-            self.turns += [turn - 1] * len(spans)
-        if not last:
-            self.leaving += spans
-
-    def ready(self, arrived: int) -> int:
+                leaves_as += self._add(turn, turn == len(chunks) - 1, spans)
+        self.ready = _gates(self.sources, len(self.arriving))
         """How many pieces may leave once so many have arrived."""
-        while self._ready < len(self.leaving) and self.sources[self._ready] < arrived:
-            self._ready += 1
-        return self._ready
-
-    def room(self, left: int) -> int:
+        self.room = _gates([-1] * SLOTS + leaves_as, len(self.leaving), len(self.arriving))
         """How many pieces may arrive once so many have left, if each waits in a slot for that."""
-        while self._room < len(self.arriving) and (
-            self._room < SLOTS or self._leaves_as[self._room - SLOTS] < left
-        ):
-            self._room += 1
-        return self._room
+
+    def _add(self, turn: int, last: bool, spans: list[Span]) -> Sequence[int]:
+        """Append the pieces of a stretch; as which leaving pieces those that arrive will be passed on."""
+        leaving = range(len(self.leaving), len(self.leaving) + len(spans))
+        if not last:
+            arriving = range(len(self.arriving), len(self.arriving) + len(spans))
+            self.sources += arriving if turn else [-1] * len(spans)
+            self.leaving += spans
+        if not turn:
+            return []
+        self.arriving += spans
+        self.turns += [turn - 1] * len(spans)
+        return [-1] * len(spans) if last else leaving
+
+
+@lru_cache(maxsize=256)
+def route(bounds: tuple[int, ...], chunks: tuple[int, ...], step: int) -> Route:
+    """A route, kept for the next time: a step of training takes the same ones as the step before."""
+    return Route(bounds, chunks, step)
+
+
+def _gates(waits_for: Sequence[int], count: int, most: int | None = None) -> list[int]:
+    """How many of a sequence may go, if each waits for the one before it and for that event: after 0 events,
+    after 1, and so on up to `count`."""
+    gates, may_go = [], 0
+    most = len(waits_for) if most is None else most
+    for happened in range(count + 1):
+        while may_go < most and waits_for[may_go] < happened:
+            may_go += 1
+        gates.append(may_go)
+    return gates
