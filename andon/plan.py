@@ -31,6 +31,8 @@ ALLOCATOR: Final = 1.4
 """What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
 SCRATCH: Final = 7 << 20
 """Buffers of a rank of shm, star or ring."""
+COMPILER: Final = 100_000_000
+"""What compiles the arithmetic of a bf16 wire (`andon.group.rounding`)."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ def exchange_buffers(config: Config) -> int:
         return 0
     if config.group.transport == "torch":  # everyone's part of the unit that is being added
         return 4 * max(config.shape.block_parameters, config.shape.vocab * config.shape.hidden)
-    return SCRATCH
+    compiled = config.group.wire == "bf16" and config.group.transport != "shm"
+    return SCRATCH + (COMPILER if compiled else 0)
 
 
 def sent(config: Config, order: Order) -> int:

@@ -22,7 +22,7 @@ from andon.group.base import Group, Wire
 from andon.group.torch_dist import StoreRendezvous, TorchGroup
 
 Turn = Callable[[], None]
-BATCH_BYTES = 4 << 20
+BATCH_BYTES = 32 << 20
 LONGEST_BATCH = 40
 
 
