@@ -90,7 +90,18 @@ def test_imports_point_one_way(path: Path) -> None:
 )
 def test_the_engine_imports_few_packages(path: Path) -> None:
     packages = {name.split(".")[0] for name in imports(path, top_level_only=True)}
-    assert packages <= ENGINE_MAY_IMPORT
+    compiles = path == PACKAGE / "group" / "rounding.py"
+    assert packages <= ENGINE_MAY_IMPORT | ({"numba"} if compiles else set())
+
+
+def test_only_a_bf16_wire_loads_the_compiler() -> None:
+    script = (
+        "import sys, andon.trainer, andon.group.ring, andon.group.star_server, andon.group.forms\n"
+        "andon.group.forms.form_for('f32'); print('numba' in sys.modules)\n"
+        "andon.group.forms.form_for('bf16'); print('numba' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 def test_nothing_is_pickled() -> None:
