@@ -16,7 +16,17 @@ from rich.table import Table
 import andon
 from andon.plan import human_bytes
 
-PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic", "transformers", "pyarrow")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "numba",
+    "safetensors",
+    "blake3",
+    "tokenizers",
+    "pydantic",
+    "transformers",
+    "pyarrow",
+)
 
 
 def examine(console: Console) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from andon.checkpoint.listing import checkpoint_path, steps
 from andon.checkpoint.manifest import Manifest, verify
-from andon.checkpoint.saver import Saver
+from andon.checkpoint.saver import CLOSING, Saver
 from andon.checkpoint.snapshot import Snapshot
 from andon.checkpoint.store import Store
 from andon.cluster.run_folder import RunFolder, read_mark
@@ -99,6 +99,15 @@ def test_a_save_waits_for_the_room_of_what_is_being_removed(tokens: Path, small_
     slow = ["stall:rank=0,step=4,at=prune,seconds=1"]
     _, heard = run_alone(tokens, quick_config(small_disk, checkpoint__keep=1, fault=slow))
     assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4, 6]
+
+
+def test_a_save_that_has_room_waits_for_no_removal(tokens: Path, tmp_path: Path) -> None:
+    hangs = ["stall:rank=0,step=2,at=prune,seconds=30", "stall:rank=0,step=4,at=prune,seconds=30"]
+    config = quick_config(tmp_path, checkpoint__keep=1, checkpoint__timeout=4, fault=hangs)
+    started = time.monotonic()
+    _, heard = run_alone(tokens, config)
+    assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4, 6]
+    assert time.monotonic() - started < CLOSING + 8
 
 
 def test_a_full_disk_stops_the_run_where_that_is_configured(

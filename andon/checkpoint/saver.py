@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +42,8 @@ from andon.integrity.halt import JidokaHalt
 
 BEAT = 0.2  # seconds between signs of life
 CLOSING = 10.0  # seconds that a cancelled write has to notice it
-TIDYING = 10.0  # seconds that a write leaves to the removal of what is old, whose room it may need
+TIDYING = 10.0  # seconds that a save without room leaves to the removal of what is old
 ATTEMPTS = 2
-LOWEST = 19
 Tell = Callable[..., None]
 """Called with the kind and the fields of an event."""
 
@@ -112,7 +112,8 @@ class Saver:
         accepted = self._save.request(step)
         assert accepted, self._save.phase
         at = partial(self._at, self._cancel, step)
-        self._task = beside("andon-snapshot", self._same_threads, partial(self._take, step, at))
+        take = partial(self._take, step, self._save.turn, at)
+        self._task = beside("andon-snapshot", self._same_threads, take)
 
     @property
     def step(self) -> int:
@@ -264,20 +265,28 @@ class Saver:
             raise Cancelled
         self.faults.at(place, step)
 
-    def _take(self, step: int, at: At) -> tuple[str, ...]:
+    def _take(self, step: int, turn: int, at: At) -> tuple[str, ...]:
         """The snapshot, unless the first attempt has taken it; what that one wrote makes room."""
         if self._attempt > 1:
-            self._tidy_first()
-            self._discard(step, self._save.turn - 1)
+            self._wait_for_room(at)
+            self._discard(step, turn - 1)
         elif self._units is None:
             self._units = self.snapshot.take(at)
         if self._units is None:
             raise RuntimeError("its snapshot could not be taken, and by now the weights have moved on")
         return self._units
 
-    def _tidy_first(self) -> None:
-        if tidying := self._tidying:
-            wait([tidying], TIDYING)
+    def _wait_for_room(self, at: At) -> None:
+        """Until what is old has been removed, but not for long: that may hang."""
+        tidying, until = self._tidying, time.monotonic() + min(TIDYING, self._save.seconds / 4)
+        while tidying and not tidying.done() and time.monotonic() < until:
+            wait([tidying], BEAT)
+            at("tidy")
+
+    def _lacks_room(self) -> bool:
+        """Whether what this rank writes seems not to fit, with a tenth for what surrounds the tensors."""
+        folder, needed = self.store.folder, self.snapshot.size + sum(map(len, self._texts.values()))
+        return folder.exists() and shutil.disk_usage(folder).free < 1.1 * needed
 
     def _discard(self, step: int, turn: int) -> None:
         if self.leads:
@@ -290,7 +299,8 @@ class Saver:
             return {}
         if self.leads and self.saved >= 0 and not self.store.folder.exists():
             self._notes.append(f"{self.store.folder} was gone and has been made again")
-        self._tidy_first()
+        if self._lacks_room():
+            self._wait_for_room(at)
         self._may_write()
         folder = self.store.begin(step, turn)
         if self.leads:

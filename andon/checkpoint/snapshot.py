@@ -30,6 +30,11 @@ class Snapshot:
         """BLAKE3 of each weight."""
         self._with_weights = weights
 
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return sum(tensor.nbytes for tensor in (*self.weights.values(), *self.moments.values()))
+
     @torch.no_grad()
     def take(self, at: At) -> tuple[str, ...]:
         """Copy everything; the digest of each unit's weights."""

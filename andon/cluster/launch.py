@@ -158,6 +158,7 @@ def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int, str] 
         host,
         str(config.workers),
         str(config.group.timeout),
+        config.group.wire,
     ]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -8,13 +8,14 @@ from typing import Final
 import numpy as np
 import torch
 
+from andon.group import serial
 from andon.group.base import Wire
 
 Span = tuple[int, int]
 """From this element to that one."""
 
 PIECE: Final = 1 << 18
-"""Elements of f32 that are moved and added at once; of bf16 twice as many."""
+"""Elements of f32 that are moved and added at once; in a ring twice as many of bf16."""
 STRETCH: Final = 2
 """Pieces in a stretch of a ring (see `andon.group.route`)."""
 SLOTS: Final = 2 * STRETCH + 2
@@ -22,7 +23,7 @@ SLOTS: Final = 2 * STRETCH + 2
 ahead of it, and in a ring not everyone can be behind; so the ring never stands still with all slots full."""
 
 
-def rounding() -> ModuleType:
+def arithmetic() -> ModuleType:
     """The arithmetic of bf16: imported when it is needed, for it is compiled then."""
     from andon.group import rounding
 
@@ -64,7 +65,7 @@ class Exact:
         """The piece is there: add it to my values, or keep it; `final`: the sum is complete."""
         if add:
             mine = self._array[4 * span[0] : 4 * span[1]].view(np.float32)
-            np.add(mine, self._scratch.array[: mine.nbytes].view(np.float32), out=mine)
+            serial.add(mine, self._scratch.array[: mine.nbytes].view(np.float32))
 
     def alone(self) -> None:
         """Nothing travels: a ring of one."""
@@ -80,7 +81,7 @@ class Rounded:
 
     def __init__(self, flat: torch.Tensor, scratch: Scratch) -> None:
         self.count, self.step = flat.numel(), 2 * PIECE
-        self._values, self._arithmetic = flat.numpy(), rounding()
+        self._values, self._arithmetic = flat.numpy(), arithmetic()
         self._slots, self._bytes = scratch.slots, scratch.slot_bytes
 
     def outgoing(self, span: Span, source: int) -> memoryview:
@@ -117,5 +118,5 @@ def form_for(wire: Wire) -> type[Exact] | type[Rounded]:
     """How gradients travel; compiled now rather than while others wait for the first of them."""
     if wire == "f32":
         return Exact
-    rounding()
+    arithmetic()
     return Rounded

@@ -11,8 +11,9 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from andon.group.forms import PIECE, Form, Scratch, Span, rounding
-from andon.group.wire import Floats, Halves
+from andon.group import serial
+from andon.group.forms import PIECE, Form, Scratch, Span, arithmetic
+from andon.group.wire import Floats
 from andon.order import Apart, Order, apart
 
 NOBODY: Final = -1
@@ -134,31 +135,32 @@ class OwnParts:
         span = self._spans[part]
         if turn == 0:
             self._begin(span)
-        received, size = self._scratch.array, span[1] - span[0]
-        whole = self._sizes[turn] == 4
-        self._add(
-            span, turn + 1, received.view(np.float32)[:size] if whole else received.view(np.uint16)[:size]
-        )
+        self._add(span, turn + 1, self._received(span[1] - span[0], rounded=self._sizes[turn] == 2))
         if turn + 1 == len(self._sizes):
             self._end(span)
+
+    def _received(self, size: int, rounded: bool) -> Floats:
+        floats = self._scratch.array.view(np.float32)
+        if not rounded:
+            return floats[:size]
+        wide = floats[PIECE : PIECE + size]  # beside it
+        arithmetic().widen(self._scratch.array.view(np.uint16)[:size], wide)
+        return wide
 
     def _begin(self, span: Span) -> None:
         if self._fresh:
             self._rows[0][slice(*span)].fill(-0.0)  # what it is added to keeps its bits
         for row in self._rows if self._rounds else ():
-            rounding().round_in_place(row[slice(*span)])
+            arithmetic().round_in_place(row[slice(*span)])
         self._add(span, 0, None)
 
-    def _add(self, span: Span, turn: int, given: Floats | Halves | None) -> None:
+    def _add(self, span: Span, turn: int, given: Floats | None) -> None:
         rows = [row[slice(*span)] for row in self._rows]
         for row, other in self._turns[turn]:
             term = given if other is None else rows[other]
             assert term is not None
-            if term.dtype == np.uint16:
-                rounding().add_halves(rows[row], term)
-            else:
-                np.add(rows[row], term, out=rows[row])
+            serial.add(rows[row], term)
 
     def _end(self, span: Span) -> None:
         if self._rounds:
-            rounding().round_in_place(self._rows[0][slice(*span)])
+            arithmetic().round_in_place(self._rows[0][slice(*span)])

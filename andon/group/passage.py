@@ -17,7 +17,7 @@ import numpy as np
 
 from andon.group import serial
 from andon.group.flow import Flow, Incoming, Outgoing
-from andon.group.forms import PIECE, rounding
+from andon.group.forms import PIECE, arithmetic
 from andon.group.parts import ITEM_SIZES, adds_of, is_source, is_target, kind_of_sums, parts, result_sizes
 from andon.order import Apart, Order
 
@@ -133,10 +133,10 @@ class Memory:
             return
         halves, work = self._buffers[window].view(np.uint16)[:, :size], self._work[:, :size]
         for leaf in {leaf for pair in adds.others for leaf in pair}:
-            rounding().widen(halves[leaf], work[leaf])
+            arithmetic().widen(halves[leaf], work[leaf])
         serial.add_up(adds.others, list(work))
         for leaf in adds.sums.intersection(adds.given):
             if kind_of_sums == "bf16":
-                rounding().round_off(work[leaf], halves[leaf])
+                arithmetic().round_off(work[leaf], halves[leaf])
             else:
                 floats[leaf] = work[leaf]

@@ -6,9 +6,9 @@ again N - 1 rounds, the sums travel round once. Everything that arrives is passe
 the last chunk; so an operation is just two flows, where piece i of what arrived is piece i + (pieces of the
 first chunk) of what leaves. Rounds need no barrier: a piece is passed on as soon as it has been added.
 
-A rank sends 2(N - 1)/N of the vector and not more. With bf16 on the wire values are rounded whenever they are
-sent, sums are kept in f32, and the owner of a chunk rounds its sum before it travels, so that all end with
-the same bits. A gather on its own is exact. The order of addition is the ring's own, except with two ranks.
+A rank sends 2(N - 1)/N of the vector and not more. With bf16 on the wire whatever is sent is rounded, a rank
+adds its values to it in f32, and the owner of a chunk keeps its sum as it travels, so that all end with the
+same bits. A gather on its own is exact. The order of addition is the ring's own, except with two ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from andon.group import serial
 from andon.group.base import Group, Rendezvous, Wire, first_row, one_node_each, rows_of
 from andon.group.door import Door, knock
 from andon.group.flow import Incoming, Outgoing
@@ -43,20 +44,20 @@ class RingGroup(Group):
     """A rank of a ring over TCP."""
 
     def __init__(
-        self, rank: int, left: socket.socket, right: socket.socket, watch: Watch, wire: Wire
+        self, rank: int, left: socket.socket, right: socket.socket, watch: Watch, form: type[Form]
     ) -> None:
         self.rank, self.world_size = rank, len(watch.peers) + 1
         self._left, self._right, self._watch = left, right, watch
-        self._form, self._scratch = form_for(wire), Scratch()
+        self._form, self._scratch = form, Scratch()
 
     @classmethod
     def open(cls, rendezvous: Rendezvous, host: str, timeout: float, wire: Wire) -> RingGroup:
         """Connect with both neighbours, and with everyone for the watch."""
-        rank, size = rendezvous.rank, rendezvous.world_size
+        rank, size, form = rendezvous.rank, rendezvous.world_size, form_for(wire)
         if size == 1:
             left, right = socket.socketpair()
             left.setblocking(False)
-            return cls(rank, left, right, Watch({}, [left, right], timeout), wire)
+            return cls(rank, left, right, Watch({}, [left, right], timeout), form)
         with ExitStack() as undo:
             door = Door(host, 0, size)
             undo.callback(door.close)
@@ -76,7 +77,7 @@ class RingGroup(Group):
             left = came.pop(before)
             links |= {peer: sock for (_, peer), sock in came.items()}
             undo.pop_all()
-        return cls(rank, left, right, Watch(links, [left, right], timeout), wire)
+        return cls(rank, left, right, Watch(links, [left, right], timeout), form)
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         order = order or one_node_each(self.world_size)
@@ -127,7 +128,7 @@ class RingGroup(Group):
         if not rows:
             total.zero_()
         for row in rows[1:]:
-            np.add(total.numpy(), row.numpy(), out=total.numpy())
+            serial.add(total.numpy(), row.numpy())
         return self._form(total, self._scratch)
 
     def _circulate(

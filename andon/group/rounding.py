@@ -2,7 +2,7 @@
 
 torch has no operation that adds f32 to bf16 and rounds; its way takes three passes, and on a network as fast
 as memory that is most of an all-reduce. These loops are compiled when the module is imported, which takes a
-second and 140 MB: only those who put bf16 on the wire import it. bf16 numbers are held as uint16.
+second and some 100 MB: only those who put bf16 on the wire import it. bf16 numbers are held as uint16.
 """
 
 from __future__ import annotations
@@ -48,13 +48,6 @@ def widen(halves: Halves, values: Floats) -> None:
     """values = halves"""
     for i in range(halves.size):
         values[i] = _widened(halves[i])
-
-
-@njit("void(f4[::1], u2[::1])", nogil=True)
-def add_halves(values: Floats, halves: Halves) -> None:
-    """values += halves"""
-    for i in range(halves.size):
-        values[i] += _widened(halves[i])
 
 
 @njit("void(u2[::1], f4[::1])", nogil=True)

@@ -39,7 +39,7 @@ class Route:
                 leaves_as += self._add(turn, turn == len(chunks) - 1, spans)
         self.ready = _gates(self.sources, len(self.arriving))
         """How many pieces may leave once so many have arrived."""
-        self.room = _gates([-1] * SLOTS + leaves_as, len(self.leaving), len(self.arriving))
+        self.room = _gates(([-1] * SLOTS + leaves_as)[: len(self.arriving)], len(self.leaving))
         """How many pieces may arrive once so many have left, if each waits in a slot for that."""
 
     def _add(self, turn: int, last: bool, spans: list[Span]) -> Sequence[int]:
@@ -56,19 +56,18 @@ class Route:
         return [-1] * len(spans) if last else leaving
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def route(bounds: tuple[int, ...], chunks: tuple[int, ...], step: int) -> Route:
     """A route, kept for the next time: a step of training takes the same ones as the step before."""
     return Route(bounds, chunks, step)
 
 
-def _gates(waits_for: Sequence[int], count: int, most: int | None = None) -> list[int]:
+def _gates(waits_for: Sequence[int], count: int) -> list[int]:
     """How many of a sequence may go, if each waits for the one before it and for that event: after 0 events,
     after 1, and so on up to `count`."""
     gates, may_go = [], 0
-    most = len(waits_for) if most is None else most
     for happened in range(count + 1):
-        while may_go < most and waits_for[may_go] < happened:
+        while may_go < len(waits_for) and waits_for[may_go] < happened:
             may_go += 1
         gates.append(may_go)
     return gates

@@ -45,23 +45,25 @@ LONGEST_MESSAGE: Final = 1 << 26
 class StarGroup(Group):
     """A rank of a star. Its server is a `StarServer`."""
 
-    def __init__(self, rank: int, world_size: int, data: socket.socket, watch: Watch, wire: Wire) -> None:
+    def __init__(
+        self, rank: int, world_size: int, data: socket.socket, watch: Watch, form: type[Form]
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         self._data, self._watch = data, watch
-        self._form, self._scratch = form_for(wire), Scratch()
+        self._form, self._scratch = form, Scratch()
 
     @classmethod
     def open(
         cls, rendezvous: Rendezvous, address: tuple[str, int], timeout: float, wire: Wire, token: str = ""
     ) -> StarGroup:
         """Connect to the server at `address`."""
-        rank, size = rendezvous.rank, rendezvous.world_size
+        rank, size, form = rendezvous.rank, rendezvous.world_size, form_for(wire)
         with ExitStack() as undo:
             data = knock(address, SERVER, Hello(rank, size, "data", token), timeout)
             undo.callback(data.close)
             link = knock(address, SERVER, Hello(rank, size, "watch", token), timeout)
             undo.pop_all()
-        return cls(rank, size, data, Watch({SERVER: link}, [data], timeout), wire)
+        return cls(rank, size, data, Watch({SERVER: link}, [data], timeout), form)
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self._reduce("all-reduce", nodes, (0, nodes.shape[-1]), order)
