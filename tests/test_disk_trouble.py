@@ -18,12 +18,15 @@ from andon.checkpoint.saver import CLOSING, Saver
 from andon.checkpoint.snapshot import Snapshot
 from andon.checkpoint.store import Store
 from andon.cluster.run_folder import RunFolder, read_mark
+from andon.config import Config
 from andon.errors import UserError
+from andon.group.base import Group
 from andon.group.local import LocalGroup
 from andon.metrics import Event, Recorder, event, read
 from andon.trainer import Trainer
+from tests.group_harness import World
 from tests.runs import SMALL, andon, events, finish, start, summary, wait_for_step
-from tests.saving import STEPS, newest_good, quick_config, run_alone
+from tests.saving import STEPS, newest_good, quick_config, run_alone, run_to_end
 from tests.training import make_trainer, small_tokens
 
 
@@ -99,6 +102,28 @@ def test_a_save_waits_for_the_room_of_what_is_being_removed(tokens: Path, small_
     slow = ["stall:rank=0,step=4,at=prune,seconds=1"]
     _, heard = run_alone(tokens, quick_config(small_disk, checkpoint__keep=1, fault=slow))
     assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4, 6]
+
+
+def saves(group: Group, tokens: Path, config: Config) -> list[tuple[str, int, bool]]:
+    """One rank's run: which saves it heard to have ended how, and whether they were tried again."""
+    heard: list[tuple[str, int, bool]] = []
+
+    def listen(said: Event, trainer: Trainer) -> None:
+        if said["event"] in ("checkpoint", "save_failed"):
+            heard.append((said["event"], said["step"], said.get("again", False)))
+
+    run_to_end(group, tokens, config, None, listen)
+    return heard
+
+
+@pytest.mark.parametrize("small_disk", ["1000k"], indirect=True)
+def test_ranks_that_find_no_room_find_it_at_the_second_attempt(tokens: Path, small_disk: Path) -> None:
+    slow = ["stall:rank=0,step=4,at=prune,seconds=1"]
+    config = quick_config(small_disk, checkpoint__keep=1, zero__policy="even", fault=slow)
+    with World("shm", 2) as world:
+        heard, _ = world.run(saves, tokens, config)
+    assert [step for kind, step, _ in heard if kind == "checkpoint"] == [2, 4, 6]
+    assert all(again for kind, _, again in heard if kind == "save_failed")
 
 
 def test_a_save_that_has_room_waits_for_no_removal(tokens: Path, tmp_path: Path) -> None:
