@@ -24,17 +24,14 @@ WIRES: tuple[Wire, ...] = ("f32", "bf16")
 HUGE = 10_000_000
 
 
-def contributions(order: Order, length: int) -> list[torch.Tensor]:
-    """Every leaf of an order, the same in all ranks."""
-    return [
-        torch.randn(length, generator=torch.Generator().manual_seed(1000 * length + leaf))
-        for leaf in range(len(order.leaves))
-    ]
+def contribution(leaf: int, length: int) -> torch.Tensor:
+    """The values of a leaf of an order, the same in all ranks."""
+    return torch.randn(length, generator=torch.Generator().manual_seed(1000 * length + leaf))
 
 
 def oracle(order: Order, length: int, wire: Wire) -> torch.Tensor:
     """The sum, plainly."""
-    leaves = contributions(order, length)
+    leaves = [contribution(leaf, length) for leaf in range(len(order.leaves))]
     if wire == "bf16":
         leaves = [leaf.bfloat16().float() for leaf in leaves]
     order.add_up(leaves)
@@ -43,8 +40,7 @@ def oracle(order: Order, length: int, wire: Wire) -> torch.Tensor:
 
 def rows_of_mine(group: Group, order: Order, length: int, allocated: bool) -> torch.Tensor:
     """My contribution, in memory of the group's or in plain memory."""
-    leaves = contributions(order, length)
-    mine = [leaf for leaf, (rank, _) in zip(leaves, order.leaves, strict=True) if rank == group.rank]
+    mine = [contribution(leaf, length) for leaf, (rank, _) in enumerate(order.leaves) if rank == group.rank]
     wide = group.allocate(len(mine), length + 7) if allocated else torch.empty(len(mine), length + 7)
     return wide[:, 3 : 3 + length].copy_(torch.stack(mine))  # rows with a stride, as units of an arena are
 
@@ -111,7 +107,9 @@ def reduce_huge(group: Group, sums: Sums) -> None:
     order = plan(group.world_size, group.world_size)
     rows = rows_of_mine(group, order, HUGE, allocated=True)
     group.all_reduce(rows)
-    sums.check(group, order, rows[0])
+    same_bits(group, rows[0])
+    if group.rank == 0:
+        sums.check(group, order, rows[0])
 
 
 def tell_everyone(group: Group) -> None:
@@ -192,13 +190,13 @@ def test_survivors_name_a_killed_peer_within_a_second(transport: str, size: int)
 @pytest.mark.parametrize(("transport", "size"), worlds(3, processes_only=True))
 def test_survivors_name_a_stopped_peer_within_the_timeout(transport: str, size: int) -> None:
     victim = 1
-    with World(transport, size, timeout=1.0) as ranks:
-        outcomes = ranks.outcomes(reduce_until_failure, victim, signal.SIGSTOP, deadline=3.0)
+    with World(transport, size, timeout=2.0) as ranks:
+        outcomes = ranks.outcomes(reduce_until_failure, victim, signal.SIGSTOP, deadline=5.0)
         assert outcomes.pop(victim).error == "Late"
         for outcome in outcomes:
             name, rank, seconds = outcome.value
             assert (name, rank) == ("GroupTimeout", victim)
-            assert 0.9 < seconds < 2.0
+            assert 1.9 < seconds < 3.0
 
 
 @pytest.mark.parametrize(("transport", "size"), worlds(2, processes_only=True))
