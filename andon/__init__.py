@@ -6,14 +6,14 @@ __version__ = "0.1.0"
 __all__ = ["DataParallel", "JidokaHalt", "join"]
 
 if TYPE_CHECKING:
+    from andon.engine.parallel import DataParallel, join
     from andon.integrity.halt import JidokaHalt
-    from andon.parallel import DataParallel, join
 
 
 def __getattr__(name: str) -> Any:
     """The Python door is opened when it is used: the command line starts without torch."""
     if name in ("DataParallel", "join"):
-        from andon import parallel
+        from andon.engine import parallel
 
         return getattr(parallel, name)
     if name == "JidokaHalt":

@@ -11,12 +11,12 @@ import typer
 
 import andon
 from andon.errors import UserError
-from andon.group.base import GroupError
+from andon.transport.base import GroupError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from andon.config import Config
+    from andon.config.schema import Config
 
 ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(
@@ -48,12 +48,12 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        from andon.display import show_error
+        from andon.run.display import show_error
 
         show_error(_console(stderr=True), error)
         sys.exit(1)
     except GroupError as error:
-        from andon.display import show_error
+        from andon.run.display import show_error
 
         why = UserError(str(error), "A worker died or cannot be reached", "The same command goes on")
         show_error(_console(stderr=True), why)
@@ -74,7 +74,7 @@ def demo(context: typer.Context) -> None:
     Takes the same --section.key value overrides as `andon train`.
     """
     from andon.cluster.launch import train_demo
-    from andon.configure import parse_arguments
+    from andon.config.load import parse_arguments
 
     words, overrides = parse_arguments(context.args)
     _refuse(words)
@@ -133,7 +133,7 @@ def worker(address: Annotated[str, typer.Argument(help="HOST:PORT of the coordin
 @app.command(context_settings=ANY)
 def prepare(context: typer.Context) -> None:
     """Tokenize CORPUS… into the cache without training."""
-    from andon.cluster.prepare import prepare_tokens, show_tokens
+    from andon.run.prepare import prepare_tokens, show_tokens
 
     console = _console()
     show_tokens(prepare_tokens(_config(context.args), console), console)
@@ -145,7 +145,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Memory and traffic of CONFIG.yaml or CORPUS… and overrides, and what other settings would change."""
-    from andon.plan_view import main as run
+    from andon.commands.plan import main as run
 
     run(_config(context.args), as_json, _console())
 
@@ -160,7 +160,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
 ) -> None:
     """Write text with a checkpoint."""
-    from andon.inference import generate as run
+    from andon.commands.generate import generate as run
 
     run(checkpoint, prompt, count=count, length=length, temperature=temperature, seed=seed)
 
@@ -171,7 +171,7 @@ def evaluate(
     windows: Annotated[int, typer.Option(min=1, help="How many held-out windows.")] = 256,
 ) -> None:
     """Loss, bits per byte and, for the built-in stories, the valid share of a checkpoint."""
-    from andon.inference import evaluate as run
+    from andon.commands.generate import evaluate as run
 
     run(checkpoint, windows, _console())
 
@@ -179,7 +179,7 @@ def evaluate(
 @app.command()
 def doctor() -> None:
     """Versions, cores, memory, devices, ports, shared memory: what a bug report needs."""
-    from andon.doctor import examine
+    from andon.commands.doctor import examine
 
     examine(_console())
 
@@ -196,7 +196,7 @@ def drill(
     die|stall:rank=1,step=5[,at=forward|backward|exchange|optimizer][,seconds=N]
     (while that step is saved: at=snapshot|write|sync|wrote|manifest|rename|renamed|prune)
     """
-    from andon.drill import drill as run
+    from andon.commands.drill import drill as run
 
     sys.exit(run(transport, _console()))
 
@@ -270,7 +270,7 @@ def checkpoint_ls(
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte, not only sizes.")] = False,
 ) -> None:
     """Step, loss, size, age and verdict of every checkpoint."""
-    from andon.checkpoints import show
+    from andon.commands.checkpoint import show
 
     show(path, verify, _console())
 
@@ -278,7 +278,7 @@ def checkpoint_ls(
 @checkpoint_app.command("verify")
 def checkpoint_verify(path: Checkpoints) -> None:
     """Read every byte and compare it with the manifest; exit code 1 if anything is damaged."""
-    from andon.checkpoints import verify
+    from andon.commands.checkpoint import verify
 
     sys.exit(verify(path, _console()))
 
@@ -286,7 +286,7 @@ def checkpoint_verify(path: Checkpoints) -> None:
 @checkpoint_app.command("diff")
 def checkpoint_diff(first: Checkpoint, second: Checkpoint) -> None:
     """Compare two checkpoints tensor by tensor; exit code 1 if they differ."""
-    from andon.checkpoints import diff
+    from andon.commands.checkpoint import diff
 
     sys.exit(diff(first, second, _console()))
 
@@ -299,7 +299,7 @@ def checkpoint_prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
     """Remove old checkpoints, never the only good one."""
-    from andon.checkpoints import prune
+    from andon.commands.checkpoint import prune
 
     prune(path, keep, keep_every, dry_run, _console())
 
@@ -322,7 +322,7 @@ def config_schema() -> None:
     """Print the JSON schema of configurations."""
     import json
 
-    from andon.config import Config
+    from andon.config.schema import Config
 
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
 
@@ -333,13 +333,13 @@ def data_show(
     windows: Annotated[str, typer.Option(help="Window numbers, as a halt names them: 12,480")],
 ) -> None:
     """Print the text of training windows."""
-    from andon.cluster.prepare import show_windows
+    from andon.run.prepare import show_windows
 
     show_windows(run, _numbers("--windows", windows), _console())
 
 
 def _config(arguments: list[str]) -> Config:
-    from andon.configure import load, parse_arguments
+    from andon.config.load import load, parse_arguments
 
     words, overrides = parse_arguments(arguments)
     files = [word for word in words if word.endswith((".yaml", ".yml"))]

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from andon.group import TRANSPORTS, open_group
-from andon.group.base import Group, GroupError, Wire
-from andon.group.local import thread_groups
-from andon.group.torch_dist import StoreRendezvous
+from andon.transport import TRANSPORTS, open_group
+from andon.transport.base import Group, GroupError, Wire
+from andon.transport.local import thread_groups
+from andon.transport.torch_dist import StoreRendezvous
 
 Work = Callable[..., Any]
 MODULES = {"torch": "torch_dist", "threads": "local"}
@@ -38,7 +38,13 @@ _CLOSE = "close"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "andon.group.torch_dist", "andon.group.shm", "tests.test_group_contract"]
+    [
+        "torch",
+        "torch._dynamo",
+        "andon.transport.torch_dist",
+        "andon.transport.shm.group",
+        "tests.test_group_contract",
+    ]
 )
 
 
@@ -108,7 +114,7 @@ class World:
         return [f"rank {rank}: {thing}" for rank, things in enumerate(left) for thing in things]
 
     def _start_server(self, size: int, timeout: float) -> int:
-        from andon.group.star_server import StarServer
+        from andon.transport.tcp.star_server import StarServer
 
         server = StarServer(("127.0.0.1", 0), size, timeout)
 
@@ -139,7 +145,7 @@ def worlds(*sizes: int, processes_only: bool = False) -> list[tuple[str, int]]:
         (name, size)
         for name in names
         for size in sizes
-        if find_spec(f"andon.group.{MODULES.get(name, name)}") and (name != "local" or size == 1)
+        if find_spec(f"andon.transport.{MODULES.get(name, name)}") and (name != "local" or size == 1)
     ]
 
 

@@ -1,5 +1,5 @@
 """Peers written from the specification of the wire alone: plain sockets, their own packing, nothing of
-`andon.group.wire`."""
+`andon.transport.tcp.frames`."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from andon.checkpoint.manifest import verify
-from andon.cluster.run_folder import RunFolder
-from andon.config import Config
-from andon.group.base import Group
-from andon.group.local import LocalGroup
-from andon.metrics import Event
-from andon.run import Run
-from andon.trainer import Trainer
+from andon.config.schema import Config
+from andon.engine.trainer import Trainer
+from andon.run.events import Event
+from andon.run.folder import RunFolder
+from andon.run.loop import Run
+from andon.transport.base import Group
+from andon.transport.local import LocalGroup
 from tests.training import digest, make_trainer, small_config
 
 STEPS = 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,49 +13,42 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "andon"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-ENGINE = [
-    "durable",
-    "order",
-    "arena",
-    "gradients",
-    "gather",
-    "group",
+# From the bottom to the top. A file may import its own layer and those before it. Every file is in a layer: that
+# of the longest name that fits. `order` and `arena` are what transports and optimizers are written in.
+LAYERS = (
+    "errors",
+    "files",
+    "engine.order",
+    "engine.arena",
+    "model",
+    "data",
+    "transport",
+    "protocol2",
     "optim",
     "integrity",
+    "engine",
     "checkpoint",
-    "data",
-    "model",
-]
+    "config",
+    "engine.trainer",
+    "run",
+    "cluster",
+    "commands",
+    "bench",
+    "cli",
+)
+ENGINE = {"files", "engine", "transport", "optim", "integrity", "checkpoint", "data", "model"}
 ENGINE_MAY_IMPORT = {"torch", "numpy", "safetensors", "blake3", "andon"} | set(sys.stdlib_module_names)
 
-# Each room may use itself, `errors`, and the rooms named here.
-MAY_USE = {
-    "errors": set(),
-    "order": set(),
-    "durable": set(),
-    "data": {"durable"},
-    "model": set(),
-    "arena": set(),
-    "group": {"order"},
-    "optim": {"arena", "order"},
-    "gradients": {"arena", "order", "group", "optim"},
-    "gather": {"arena", "group", "optim"},
-    "integrity": {"arena", "group", "order"},
-    "checkpoint": {"arena", "durable", "group", "integrity"},
-    "parallel": {"arena", "gather", "gradients", "group", "integrity", "optim"},
-    "metrics": set(),
-    "config": {"integrity", "model"},
-    "configure": {"config", "model"},
-    "plan": {"config", "model", "optim", "order"},
-    "evaluation": {"data", "group", "model"},
-    "trainer": {
-        *("arena", "checkpoint", "config", "data", "evaluation", "gradients", "group", "integrity"),
-        *("metrics", "model", "optim", "parallel"),
-    },
-}
+
+def module_of(path: Path) -> str:
+    """`andon/engine/order.py` → `engine.order`; a package is its folder; the package itself is empty."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 
-def imports(path: Path, top_level_only: bool) -> set[str]:
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
     """Modules that a file imports; names bound only for type checking count as well."""
     found = set()
     tree = ast.parse(path.read_text())
@@ -66,42 +60,44 @@ def imports(path: Path, top_level_only: bool) -> set[str]:
     return found
 
 
-def room(module: str) -> str:
-    return module.split(".")[1]
+def imported_modules(path: Path) -> set[str]:
+    """The modules of this package that a file imports."""
+    found = set()
+    for name in imports(path):
+        package, _, rest = name.partition(".")
+        while package == "andon" and rest not in MODULES:
+            rest = rest.rpartition(".")[0]
+        found |= {rest} if package == "andon" else set()
+    return found - {module_of(path), ""}
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def layer_of(module: str) -> int:
+    fitting = [name for name in LAYERS if module == name or module.startswith(f"{name}.")]
+    assert fitting, f"{module} is in no layer"
+    return LAYERS.index(max(fitting, key=len))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_one_way(path: Path) -> None:
-    own = room_of(path)
-    if own not in MAY_USE:
-        return  # the shell: cluster, bench, cli and what serves them may use everything
-    used = {room(name) for name in imports(path, top_level_only=False) if name.startswith("andon.")}
-    assert used <= MAY_USE[own] | {own, "errors"}, (
-        f"{own} must not use {used - MAY_USE[own] - {own, 'errors'}}"
-    )
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_one_way(module: str) -> None:
+    if module in ("", "__main__"):  # the front doors are above everything
+        return
+    above = [used for used in imported_modules(MODULES[module]) if layer_of(used) > layer_of(module)]
+    assert not above, f"{module} must not use {above}"
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    TopologicalSorter({module: imported_modules(path) for module, path in MODULES.items()}).prepare()
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in FILES if room_of(p) in ENGINE], ids=lambda p: str(p.relative_to(PACKAGE))
+    "path",
+    [path for path in FILES if path.relative_to(PACKAGE).parts[0].removesuffix(".py") in ENGINE],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
 )
 def test_the_engine_imports_few_packages(path: Path) -> None:
     packages = {name.split(".")[0] for name in imports(path, top_level_only=True)}
-    compiles = path == PACKAGE / "group" / "rounding.py"
+    compiles = path.name == "rounding.py"
     assert packages <= ENGINE_MAY_IMPORT | ({"numba"} if compiles else set())
-
-
-def test_only_a_bf16_wire_loads_the_compiler() -> None:
-    script = (
-        "import sys, andon.trainer, andon.group.ring, andon.group.star_server, andon.group.forms\n"
-        "andon.group.forms.form_for('f32'); print('numba' in sys.modules)\n"
-        "andon.group.forms.form_for('bf16'); print('numba' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
 
 
 def test_nothing_is_pickled() -> None:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from andon.arena import CELL, Arena, backward_order
-from andon.gradients import Gradients
-from andon.group.local import LocalGroup
+from andon.engine.accumulate import Gradients
+from andon.engine.arena import CELL, Arena, backward_order
+from andon.engine.order import middle
 from andon.model.llama import Llama
 from andon.model.shape import Shape
 from andon.optim.adamw import AdamW, Settings
-from andon.optim.zero import Ownership
-from andon.order import middle
+from andon.optim.sharding import Ownership
+from andon.transport.local import LocalGroup
 
 SHAPE = Shape(vocab=50, hidden=16, layers=3, heads=2, kv_heads=1, intermediate=24, context=12)
 

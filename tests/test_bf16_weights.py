@@ -11,17 +11,18 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import andon
-from andon import checkpoints, inference
-from andon.arena import CELL, Arena
 from andon.checkpoint.listing import checkpoint_path
-from andon.configure import load
+from andon.commands import checkpoint as checkpoints
+from andon.commands import generate as inference
+from andon.config.load import load
+from andon.engine.arena import CELL, Arena
 from andon.errors import UserError
-from andon.group.base import Group
-from andon.group.local import LocalGroup
 from andon.integrity.halt import JidokaHalt
 from andon.model.hub import load_model
 from andon.model.layers import Embedding, Linear
-from andon.plan import changes, make_plan
+from andon.run.plan import changes, make_plan
+from andon.transport.base import Group
+from andon.transport.local import LocalGroup
 from tests.group_harness import World, world
 from tests.saving import STEPS, quick_config, run_alone, run_to_end
 from tests.training import digest, make_trainer, small_config, small_tokens

@@ -19,15 +19,15 @@ import torch
 from andon.checkpoint.listing import REPLACED, checkpoint_path, steps
 from andon.checkpoint.manifest import NAME, read, verify, verify_named
 from andon.checkpoint.store import load_state
-from andon.cluster.run_folder import RunFolder
-from andon.config import Config
+from andon.config.schema import Config
 from andon.errors import UserError
-from andon.group.base import Group
-from andon.group.local import LocalGroup
 from andon.integrity.faults import SAVE_PLACES
 from andon.integrity.halt import JidokaHalt
-from andon.metrics import Event
-from andon.run import Run
+from andon.run.events import Event
+from andon.run.folder import RunFolder
+from andon.run.loop import Run
+from andon.transport.base import Group
+from andon.transport.local import LocalGroup
 from tests import runs
 from tests.group_harness import World
 from tests.saving import STEPS, newest_good, quick_config, run_alone, run_to_end

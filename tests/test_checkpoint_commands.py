@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from andon.checkpoint.listing import checkpoint_path, kept, steps
-from andon.checkpoints import diff, prune, show, verify
-from andon.cluster.run_folder import RunFolder
+from andon.commands.checkpoint import diff, prune, show, verify
+from andon.commands.generate import generate
 from andon.errors import UserError
-from andon.inference import generate
+from andon.run.folder import RunFolder
 from tests.group_harness import World
 from tests.runs import andon
 from tests.saving import quick_config, run_alone, run_to_end

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.configure import DEFAULTS, build, keys, load, parse_arguments
+from andon.config.load import DEFAULTS, build, keys, load, parse_arguments
 from andon.errors import UserError
 from andon.model.shape import SHAPES
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from andon.engine.order import plan
 from andon.errors import UserError
-from andon.group.base import Group
 from andon.integrity.faults import parse
 from andon.integrity.halt import JidokaHalt
-from andon.order import plan
+from andon.transport.base import Group
 from tests.group_harness import World, worlds
 from tests.training import digest, make_trainer, small_config, small_tokens
 

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from andon.data.shards import Corpus, prepare
+from andon.data.build import Corpus, prepare
 from andon.data.sources import PIECE, Counts, Document, documents, find_files
 from andon.data.stories import stories
+from andon.data.token_set import TokenSet
 from andon.data.tokenizer import Tokenizer
-from andon.data.tokens import TokenSet
 from andon.errors import UserError
 
 END = 256
@@ -324,7 +324,7 @@ def test_a_spoiled_meta_is_named(folder: Path, tmp_path: Path, meta: str) -> Non
 CHILD = """
 import sys
 from pathlib import Path
-from andon.data.shards import Corpus, prepare
+from andon.data.build import Corpus, prepare
 from andon.errors import UserError
 
 def wait(phase, done, total):

@@ -17,13 +17,13 @@ from andon.checkpoint.manifest import Manifest, verify
 from andon.checkpoint.saver import CLOSING, Saver
 from andon.checkpoint.snapshot import Snapshot
 from andon.checkpoint.store import Store
-from andon.cluster.run_folder import RunFolder, read_mark
-from andon.config import Config
+from andon.config.schema import Config
+from andon.engine.trainer import Trainer
 from andon.errors import UserError
-from andon.group.base import Group
-from andon.group.local import LocalGroup
-from andon.metrics import Event, Recorder, event, read
-from andon.trainer import Trainer
+from andon.run.events import Event, Recorder, event, read
+from andon.run.folder import RunFolder, read_mark
+from andon.transport.base import Group
+from andon.transport.local import LocalGroup
 from tests.group_harness import World
 from tests.runs import SMALL, andon, events, finish, start, summary, wait_for_step
 from tests.saving import STEPS, newest_good, quick_config, run_alone, run_to_end
@@ -295,7 +295,7 @@ def test_a_run_whose_folder_another_has_taken_writes_nothing_there(tmp_path: Pat
 def test_training_goes_on_beside_a_save_that_does_not_end(
     tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("andon.run.PATIENCE", 0.2)
+    monkeypatch.setattr("andon.run.loop.PATIENCE", 0.2)
     config = quick_config(tmp_path, fault=["stall:rank=0,step=2,at=wrote,seconds=2"], train__steps=40)
     _, heard = run_alone(tokens, config)
     notes = [said["text"] for said in heard if said["event"] == "note"]

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from andon.group.base import GroupError, GroupTimeout, PeerLost, ProtocolError
-from andon.group.gradient_server import GradientServer, NonFiniteGradient
-from andon.group.wire import JoinRequest
-from andon.group.worker_client import ServerShutdown, WorkerClient
-from andon.order import plan
+from andon.engine.order import plan
+from andon.protocol2.client import ServerShutdown, WorkerClient
+from andon.protocol2.server import GradientServer, NonFiniteGradient
+from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
+from andon.transport.tcp.frames import JoinRequest
 from tests.plain_peers import SECONDS, PlainServer, PlainSocket, PlainWorker
 
 

@@ -16,8 +16,8 @@ import time
 import pytest
 import torch
 
-from andon.group.base import Group, GroupError, Wire
-from andon.order import Order, plan
+from andon.engine.order import Order, plan
+from andon.transport.base import Group, GroupError, Wire
 from tests.group_harness import World, world, worlds
 
 WIRES: tuple[Wire, ...] = ("f32", "bf16")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from andon.checkpoint.store import weights_blake3
-from andon.config import Config
+from andon.config.schema import Config
 from andon.data.batches import Batches
-from andon.data.tokens import TokenSet
-from andon.group.base import Group
+from andon.data.token_set import TokenSet
+from andon.engine.order import middle
 from andon.model.llama import Llama
 from andon.optim import schedules
-from andon.order import middle
+from andon.transport.base import Group
 from tests.group_harness import World, worlds
 from tests.training import make_trainer, small_config, small_tokens, train_digest
 
@@ -125,7 +125,7 @@ def uneven_gradient(group: Group, tokens: Path, config: Config) -> tuple[bytes, 
 
 def global_mean(trainer: object, tokens: Path) -> Tensor:
     """The gradient of the loss averaged over all counted tokens of the step, in float64."""
-    from andon.trainer import Trainer
+    from andon.engine.trainer import Trainer
 
     assert isinstance(trainer, Trainer)
     model = Llama(trainer.config.shape).double()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import andon
 from andon.checkpoint.store import weights_blake3
-from andon.group.base import Group
-from andon.group.local import LocalGroup
+from andon.transport.base import Group
+from andon.transport.local import LocalGroup
 from tests.group_harness import World
 
 SLOTS = 6

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from andon.checkpoint.phases import Phase, Save
+from andon.checkpoint.protocol import Phase, Save
 
 SECONDS = 10.0
 Action = tuple[str, Callable[[Save], object]]

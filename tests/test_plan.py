@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.configure import build
-from andon.group.local import thread_groups
+from andon.config.load import build
+from andon.engine.parallel import DataParallel
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
-from andon.optim.zero import Policy, Zero
-from andon.parallel import DataParallel
-from andon.plan import live_activations, make_plan
+from andon.optim.sharding import Policy, Zero
+from andon.run.plan import live_activations, make_plan
+from andon.transport.local import thread_groups
 from tests.memory import peak_memory
 from tests.runs import andon
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from andon.group.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Wire
-from andon.group.ring import RingGroup
-from andon.order import plan, shares
+from andon.engine.order import plan, shares
+from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Wire
+from andon.transport.tcp.ring import RingGroup
 from tests.group_harness import World
 
 SECONDS = 20.0

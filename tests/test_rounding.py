@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from andon.group import rounding
-from andon.group.wire import Floats, Halves
+from andon.transport.tcp import rounding
+from andon.transport.tcp.frames import Floats, Halves
 
 SPECIAL = [
     *(0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00008000, 0x00018000, 0x007FFFFF),  # around zero

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.optim.shards import OptimizerShard, ShardMap
+from andon.optim.shard_map import OptimizerShard, ShardMap
 
 
 @pytest.mark.parametrize("world", range(1, 17))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from andon.engine.order import plan
 from andon.errors import UserError
-from andon.group.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Wire
-from andon.group.segment import STAGE
-from andon.group.shm import ShmGroup
-from andon.order import plan
+from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Wire
+from andon.transport.shm.group import ShmGroup
+from andon.transport.shm.segment import STAGE
 from tests.group_harness import World
 from tests.test_group_contract import oracle, rows_of_mine
 

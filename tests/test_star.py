@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from andon.group.base import GroupTimeout, PeerLost, ProtocolError, Wire
-from andon.group.star import SERVER, StarGroup
-from andon.group.star_server import StarServer
-from andon.order import plan_ranges
+from andon.engine.order import plan_ranges
+from andon.transport.base import GroupTimeout, PeerLost, ProtocolError, Wire
+from andon.transport.tcp.star import SERVER, StarGroup
+from andon.transport.tcp.star_server import StarServer
 from tests.plain_peers import SECONDS, PlainWorker
 
 
@@ -152,7 +152,7 @@ def test_closing_a_server_that_still_waits_ends_it() -> None:
 
 SERVE = """
 import sys, torch
-from andon.group.star_server import StarServer
+from andon.transport.tcp.star_server import StarServer
 torch.set_num_threads(1)
 server = StarServer(("127.0.0.1", 0), int(sys.argv[1]), 120.0)
 print(server.address[1], flush=True)
@@ -161,7 +161,7 @@ print(int([line for line in open("/proc/self/status") if line.startswith("VmHWM"
 """
 RANK = """
 import sys, torch
-from andon.group.star import SERVER, StarGroup
+from andon.transport.tcp.star import SERVER, StarGroup
 torch.set_num_threads(1)
 rank, size, port, count = map(int, sys.argv[1:])
 class Seat:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from andon.engine.order import plan
 from andon.errors import UserError
-from andon.group import open_group
-from andon.group.base import Group, GroupTimeout, PeerLost
-from andon.group.torch_dist import StoreRendezvous, TorchGroup, init_torch
-from andon.order import plan
+from andon.transport import open_group
+from andon.transport.base import Group, GroupTimeout, PeerLost
+from andon.transport.torch_dist import StoreRendezvous, TorchGroup, init_torch
 from tests.group_harness import World
 
 

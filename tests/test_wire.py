@@ -8,8 +8,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from andon.group import wire
-from andon.group.base import ProtocolError
+from andon.transport.base import ProtocolError
+from andon.transport.tcp import frames as wire
 
 VECTORS = {
     "00000011 01 01000000 77 01000000 03000000 637075": wire.JoinRequest("w", 1, "cpu"),

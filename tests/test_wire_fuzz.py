@@ -18,12 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from andon.group import wire
-from andon.group.base import ProtocolError
-from andon.group.gradient_server import GradientServer
-from andon.group.star_server import _checked_operation
-from andon.group.worker_client import WorkerClient
-from andon.order import plan_ranges
+from andon.engine.order import plan_ranges
+from andon.protocol2.client import WorkerClient
+from andon.protocol2.server import GradientServer
+from andon.transport.base import ProtocolError
+from andon.transport.tcp import frames as wire
+from andon.transport.tcp.star_server import _checked_operation
 
 SOAK_COUNT = int(os.environ.get("ANDON_SOAK_COUNT", "100000"))
 COUNTS = [200, pytest.param(SOAK_COUNT, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.arena import CELL, Arena
-from andon.config import Config
-from andon.configure import load
-from andon.group.base import Group, PeerLost
-from andon.group.local import LocalGroup
+from andon.config.load import load
+from andon.config.schema import Config
+from andon.engine.arena import CELL, Arena
 from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
-from andon.optim.zero import Ownership, Policy
-from andon.plan import make_plan
+from andon.optim.sharding import Ownership, Policy
+from andon.run.plan import make_plan
+from andon.transport.base import Group, PeerLost
+from andon.transport.local import LocalGroup
 from tests.group_harness import World, worlds
 from tests.training import digest, make_trainer, small_config, small_tokens
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from andon.checkpoint.store import weights_blake3
-from andon.config import Config
-from andon.configure import load
-from andon.data.shards import Corpus, prepare
-from andon.data.tokens import TokenSet
-from andon.group.base import Group
-from andon.trainer import Trainer
+from andon.config.load import load
+from andon.config.schema import Config
+from andon.data.build import Corpus, prepare
+from andon.data.token_set import TokenSet
+from andon.engine.trainer import Trainer
+from andon.transport.base import Group
 
 SMALL: dict[str, Any] = {
     "model.vocab": 300,

@@ -21,16 +21,16 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from andon.bench.train_rank import LR, batch
+from andon.checkpoint.format import CHUNK, as_bytes
 from andon.checkpoint.saver import Saver
 from andon.checkpoint.snapshot import Snapshot
 from andon.checkpoint.store import Store
-from andon.checkpoint.tensors import CHUNK, as_bytes
-from andon.group import open_group
-from andon.group.torch_dist import StoreRendezvous
+from andon.engine.parallel import DataParallel
 from andon.integrity.faults import Faults
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES
-from andon.parallel import DataParallel
+from andon.transport import open_group
+from andon.transport.torch_dist import StoreRendezvous
 
 PLAIN_STEPS = 3
 MOST_STEPS = 12  # beside one save: enough for a median

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from andon.group import open_group
-from andon.group.torch_dist import StoreRendezvous
+from andon.engine.parallel import DataParallel
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
-from andon.parallel import DataParallel
+from andon.transport import open_group
+from andon.transport.torch_dist import StoreRendezvous
 
 LR = 1e-4
 

@@ -126,7 +126,7 @@ def _run_ranks(
 
 def _serve_star(ranks: int) -> int:
     """Start a gradient server in this process, which is idle while it measures; its port."""
-    from andon.group.star_server import StarServer
+    from andon.transport.tcp.star_server import StarServer
 
     server = StarServer(("127.0.0.1", 0), ranks, timeout=60.0)
     threading.Thread(target=server.serve, daemon=True).start()

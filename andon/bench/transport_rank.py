@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from andon.group import open_group
-from andon.group.base import Group, Wire
-from andon.group.torch_dist import StoreRendezvous, TorchGroup
+from andon.transport import open_group
+from andon.transport.base import Group, Wire
+from andon.transport.torch_dist import StoreRendezvous, TorchGroup
 
 Turn = Callable[[], None]
 BATCH_BYTES = 32 << 20

@@ -18,12 +18,12 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from andon.bench.train_rank import LR, AndonStep, batch
-from andon.group import open_group
-from andon.group.base import Group
-from andon.group.torch_dist import StoreRendezvous
+from andon.engine.parallel import DataParallel
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
-from andon.parallel import DataParallel
+from andon.transport import open_group
+from andon.transport.base import Group
+from andon.transport.torch_dist import StoreRendezvous
 
 
 def initialised(shape: Shape) -> Llama:

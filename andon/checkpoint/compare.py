@@ -9,9 +9,9 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
+from andon.checkpoint.format import as_bytes
 from andon.checkpoint.manifest import Manifest
 from andon.checkpoint.store import PIECE, Moment, open_moments, reading
-from andon.checkpoint.tensors import as_bytes
 
 MODEL = "model.safetensors"
 Pair = tuple[Path, Path]

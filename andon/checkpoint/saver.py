@@ -1,4 +1,4 @@
-"""Saving beside training: one rank's part of the save protocol (`andon.checkpoint.phases`).
+"""Saving beside training: one rank's part of the save protocol (`andon.checkpoint.protocol`).
 
 At a save point every rank requests the save and a thread takes its snapshot beside the next forward and
 backward. The rank's *word* on the save travels with the words that every step exchanges anyway; before it
@@ -28,17 +28,17 @@ from typing import Any
 
 import torch
 
-from andon.checkpoint.beside import be_humble, beside
+from andon.checkpoint.background import be_humble, beside
+from andon.checkpoint.format import At, write_tensors, write_text
 from andon.checkpoint.manifest import Record
-from andon.checkpoint.phases import Phase, Save
+from andon.checkpoint.protocol import Phase, Save
 from andon.checkpoint.snapshot import Snapshot
 from andon.checkpoint.store import Store
-from andon.checkpoint.tensors import At, write_tensors, write_text
 from andon.errors import UserError
-from andon.group.base import Group
 from andon.integrity.faults import Faults
 from andon.integrity.fingerprint import who
 from andon.integrity.halt import JidokaHalt
+from andon.transport.base import Group
 
 BEAT = 0.2  # seconds between signs of life
 CLOSING = 10.0  # seconds that a cancelled write has to notice it

@@ -15,8 +15,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from andon.arena import Arena, Layout
-from andon.checkpoint.tensors import At, tensor_blake3
+from andon.checkpoint.format import At, tensor_blake3
+from andon.engine.arena import Arena, Layout
 
 
 class Snapshot:

@@ -24,14 +24,14 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from andon.arena import Arena
 from andon.checkpoint import manifest
+from andon.checkpoint.format import At, as_bytes, tensor_blake3
 from andon.checkpoint.listing import REPLACED, checkpoint_path, kept, put_back, step_of, steps
 from andon.checkpoint.manifest import Manifest, Record
 from andon.checkpoint.snapshot import weights_digests
-from andon.checkpoint.tensors import At, as_bytes, tensor_blake3
-from andon.durable import sync
+from andon.engine.arena import Arena
 from andon.errors import UserError
+from andon.files import sync
 
 STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row", "data", "config")
 PIECE = re.compile(r"(first|second|master)\.(.+)\[(\d+):(\d+)\]")

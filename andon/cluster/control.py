@@ -7,7 +7,7 @@ One frame per message (tag 0x10, then a JSON object with its `kind`). The dialog
   coordinator  welcome  "you are this rank of so many"   (or refused, with the reason, at any point before)
   worker       word     "on this topic I say …"        (addresses, when a group is formed)
   coordinator  words    "everyone has spoken: …"
-  worker       event    "this happened" (see andon.metrics)
+  worker       event    "this happened" (see andon.run.events)
   worker       failed   "I must stop, and this is why"
   coordinator  stop     "save and leave after this step"
   worker       bye      "I am done, with this exit code"
@@ -19,8 +19,8 @@ import json
 import threading
 from typing import Any, Final
 
-from andon.group.base import ProtocolError
-from andon.group.link import Link
+from andon.transport.base import ProtocolError
+from andon.transport.tcp.link import Link
 
 TAG: Final = 0x10
 LIMIT: Final = 16_000_000

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import andon
 from andon.cluster.control import COORDINATOR, ControlLink, Message
 from andon.errors import UserError
-from andon.group.base import GroupError, ProtocolError
-from andon.group.link import Link
-from andon.metrics import Emit, Event, cannot_write, event
+from andon.run.events import Emit, Event, cannot_write, event
+from andon.transport.base import GroupError, ProtocolError
+from andon.transport.tcp.link import Link
 
 BLINK = 0.5  # seconds between looks at what else has happened
 HANDSHAKE_SECONDS = 10.0

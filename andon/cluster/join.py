@@ -5,12 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 
 from andon.cluster.control import Message
-from andon.cluster.prepare import prepare_tokens
 from andon.cluster.worker import join
-from andon.config import Config, DataConfig
-from andon.data.tokens import TokenSet
+from andon.config.schema import Config, DataConfig
+from andon.data.token_set import TokenSet
 from andon.errors import UserError
-from andon.group.base import GroupError
+from andon.run.prepare import prepare_tokens
+from andon.transport.base import GroupError
 
 
 def join_run(host: str, port: int, console: Console) -> int:

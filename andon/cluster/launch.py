@@ -21,16 +21,15 @@ from typing import Any
 from rich.console import Console
 
 from andon.cluster.coordinator import BLINK, Coordinator
-from andon.cluster.prepare import prepare_tokens
-from andon.cluster.run_folder import RunFolder, read_mark
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
-from andon.config import Config
-from andon.configure import load
-from andon.data.tokens import TokenSet
-from andon.display import Display, show_error
+from andon.config.load import load
+from andon.config.schema import Config
+from andon.data.token_set import TokenSet
 from andon.errors import UserError
-from andon.metrics import Emit, Event, Recorder, event
-from andon.plan_view import show_plan
+from andon.run.display import Display, show_error, show_plan
+from andon.run.events import Emit, Event, Recorder, event
+from andon.run.folder import RunFolder, read_mark
+from andon.run.prepare import prepare_tokens
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed
 
@@ -154,7 +153,7 @@ def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int, str] 
     command = [
         sys.executable,
         "-m",
-        "andon.cluster.gradient_server",
+        "andon.cluster.star_process",
         host,
         str(config.workers),
         str(config.group.timeout),

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from andon.config import Config
-from andon.data.tokens import TokenSet
+from andon.config.schema import Config
+from andon.data.token_set import TokenSet
+from andon.engine.trainer import Trainer
 from andon.errors import UserError
-from andon.group import open_group
-from andon.group.base import Group, Rendezvous
-from andon.metrics import Emit, event
-from andon.run import Run
-from andon.trainer import Trainer
+from andon.run.events import Emit, event
+from andon.run.loop import Run
+from andon.transport import open_group
+from andon.transport.base import Group, Rendezvous
 
 
 def train(

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from rich.console import Console
 
 from andon.cluster.launch import recording, run_folder
-from andon.cluster.prepare import prepare_tokens
 from andon.cluster.session import open_configured, settle, train
 from andon.cluster.worker import EXIT_HALTED
-from andon.config import Config
-from andon.configure import build
-from andon.display import Display
-from andon.group.base import Group
-from andon.group.torch_dist import StoreRendezvous, TorchGroup
+from andon.config.load import build
+from andon.config.schema import Config
 from andon.integrity.halt import JidokaHalt
-from andon.metrics import Emit, Event, Recorder, event
-from andon.run import while_others_wait
+from andon.run.display import Display
+from andon.run.events import Emit, Event, Recorder, event
+from andon.run.loop import while_others_wait
+from andon.run.prepare import prepare_tokens
+from andon.transport.base import Group
+from andon.transport.torch_dist import StoreRendezvous, TorchGroup
 
 
 def run(config: Config, resume: str, console: Console) -> int:

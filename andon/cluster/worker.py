@@ -19,13 +19,13 @@ from typing import Any
 
 import andon
 from andon.cluster.control import COORDINATOR, ControlLink, Message
-from andon.cluster.run_folder import read_mark
-from andon.config import Config
-from andon.data.tokens import TokenSet
+from andon.config.schema import Config
+from andon.data.token_set import TokenSet
 from andon.errors import UserError
-from andon.group.base import GroupError, GroupTimeout
-from andon.group.link import Link
-from andon.metrics import Event
+from andon.run.events import Event
+from andon.run.folder import read_mark
+from andon.transport.base import GroupError, GroupTimeout
+from andon.transport.tcp.link import Link
 
 EXIT_USER_ERROR = 1
 EXIT_HALTED = 3

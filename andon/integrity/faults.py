@@ -22,8 +22,8 @@ from andon.errors import UserError
 if TYPE_CHECKING:  # the configuration checks faults, and needs no torch for it
     from torch import Tensor
 
-    from andon.arena import Layout
-    from andon.order import Order
+    from andon.engine.arena import Layout
+    from andon.engine.order import Order
 
 KEYS = {
     "nan": ("rank", "step", "slot", "parameter"),

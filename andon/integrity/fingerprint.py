@@ -20,9 +20,9 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from andon.arena import CELL, Arena
-from andon.group.base import Group
+from andon.engine.arena import CELL, Arena
 from andon.integrity.halt import JidokaHalt
+from andon.transport.base import Group
 
 WIDTH = 8  # bytes of one fingerprint
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon.group.base import Group
+from andon.transport.base import Group
 
 
 @dataclass(frozen=True)

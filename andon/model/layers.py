@@ -2,8 +2,8 @@
 
 Autograd puts each gradient into fresh memory, from which it is then copied into the arena: more passes over
 memory than the product itself needs at small batches. A weight that has a `gradient_room` (see
-`andon.arena.give_room`) gets its gradient written there. The room is used once per backward, so that a weight
-used twice is still summed by autograd.
+`andon.engine.arena.give_room`) gets its gradient written there. The room is used once per backward, so that a
+weight used twice is still summed by autograd.
 
 A weight held in bf16 is computed with in f32 (under autocast as autocast wants it), and its gradient is f32
 where the parameter allows it (`grad_dtype`). Products make the f32 copy anew in backward: kept, all of them

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from andon.arena import Arena
+from andon.engine.arena import Arena
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,195 @@
+"""`andon checkpoint ls | verify | diff | prune`: what a person does with checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
+from andon.checkpoint.manifest import NAME as MANIFEST
+from andon.checkpoint.manifest import Damage, Damaged, Manifest, find_damage, read
+from andon.errors import UserError
+from andon.run.folder import RunFolder
+from andon.run.plan import human_bytes
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoints of a run, of its folder of checkpoints, or the one that is named; oldest first."""
+    if (path / MANIFEST).exists() or (step_of(path) >= 0 and path.is_dir()):
+        return [path]
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if found := [checkpoint_path(folder, step) for step in steps(folder)]:
+        return found
+    is_run = (path / "config.yaml").exists()
+    raise UserError(
+        f"There is no checkpoint in {path}",
+        "It has not saved yet" if is_run else "It is no run, and holds no folder checkpoint-STEP",
+        "Wait for its first" if is_run else "Name the folder of a run, such as runs/default",
+    )
+
+
+def show(path: Path, deep: bool, console: Console) -> None:
+    """Print a table of checkpoints; `deep` reads every byte for the verdict."""
+    table = Table()
+    for heading in ("checkpoint", "step", "loss", "size", "age", "verdict"):
+        table.add_column(heading, justify="left" if heading in ("checkpoint", "verdict") else "right")
+    for checkpoint in find(path):
+        damages = _damages(checkpoint, console) if deep else list(find_damage(checkpoint, sizes_only=True))
+        if not checkpoint.exists():
+            continue  # a run that goes on has removed it meanwhile
+        step, loss, size = _facts(checkpoint)
+        age = _age(time.time() - checkpoint.stat().st_mtime)
+        good = "[green]good[/]" if deep else "complete"
+        verdict = f"[bold red]damaged[/] {escape(str(damages[0]))}" if damages else good
+        table.add_row(checkpoint.name, step, loss, human_bytes(size), age, verdict)
+    console.print(table)
+    if not deep:
+        console.print("complete: manifest and sizes are right; --verify reads every byte", style="dim")
+
+
+def verify(path: Path, console: Console) -> int:
+    """Verify every byte of each checkpoint; the exit code."""
+    bad = 0
+    for checkpoint in find(path):
+        size = human_bytes(_size(checkpoint))
+        damages = _damages(checkpoint, console)
+        name = escape(str(checkpoint))
+        if not checkpoint.exists():
+            console.print(f"{name} was removed meanwhile", soft_wrap=True)
+            continue
+        bad += bool(damages)
+        if not damages:
+            console.print(f"{name} is [green]good[/], {size}", soft_wrap=True)
+        for damage in damages:
+            console.print(f"{name} is [bold red]damaged[/]: {escape(str(damage))}", soft_wrap=True)
+    return 1 if bad else 0
+
+
+def diff(first: Path, second: Path, console: Console) -> int:
+    """Compare two checkpoints, verified first, by tensor; the exit code: 0 if they are equal."""
+    pair = [_verified(folder, console) for folder in (first, second)]
+    table = Table(title=escape(f"{first} and {second}"))
+    for heading in ("tensor", "verdict", "largest difference"):
+        table.add_column(heading, justify="right" if heading == "largest difference" else "left")
+    equal = 0
+    for name, difference in _differences((first, second), (pair[0], pair[1])):
+        if difference == "":
+            equal += 1
+        else:
+            table.add_row(name, "differs", difference)
+    if table.row_count:
+        console.print(table)
+    console.print(f"{equal} tensors are equal, {table.row_count} differ")
+    return 1 if table.row_count else 0
+
+
+def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Console) -> None:
+    """Remove all but the last `keep` and every `keep_every`-th, and never the newest good one."""
+    from andon.checkpoint.store import remove
+
+    folder = find(path)[0].parent
+    with _held(folder.parent):
+        found = {step_of(checkpoint): checkpoint for checkpoint in find(path)}
+        good = next(
+            (step for step in sorted(found, reverse=True) if not _damages(found[step], console)), None
+        )
+        if good is None:
+            raise UserError(
+                f"No checkpoint in {folder} is good",
+                "What is damaged may still be of use, so that nothing was removed",
+                f"`andon checkpoint verify {folder}` tells what is wrong",
+            )
+        staying = kept(sorted(found), keep, keep_every) | {good}
+        for step, checkpoint in found.items():
+            if step not in staying:
+                if not dry_run:
+                    remove(checkpoint)
+                did = "would remove" if dry_run else "removed"
+                console.print(f"{did} {checkpoint}", soft_wrap=True, markup=False)
+    names = ", ".join(found[step].name for step in sorted(staying))
+    console.print(f"kept {names}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _held(run: Path) -> Iterator[None]:
+    """Hold the folder of a run, so that nobody trains there meanwhile; copies elsewhere belong to no run."""
+    if not (run / ".lock").exists():
+        yield
+        return
+    folder = RunFolder(run)
+    folder.take()
+    try:
+        yield
+    finally:
+        folder.release()
+
+
+def _damages(checkpoint: Path, console: Console) -> list[Damage]:
+    """Everything that is wrong, with a progress bar."""
+    with contextlib.suppress(Damaged), _progress(console) as bar:
+        task = bar.add_task(escape(checkpoint.name), total=read(checkpoint).size)
+        return list(find_damage(checkpoint, lambda count: bar.advance(task, count)))
+    return list(find_damage(checkpoint))
+
+
+def _verified(checkpoint: Path, console: Console) -> Manifest:
+    if find(checkpoint) != [checkpoint]:
+        raise UserError(
+            f"{checkpoint} is not one checkpoint",
+            "Two checkpoints are compared, not two runs",
+            f"Name one of those that `andon checkpoint ls {checkpoint}` shows",
+        )
+    if damages := _damages(checkpoint, console):
+        raise UserError(
+            f"{checkpoint} is damaged",
+            str(damages[0]),
+            "Compare checkpoints that are good: `andon checkpoint ls`",
+        )
+    return read(checkpoint)
+
+
+def _differences(folders: tuple[Path, Path], known: tuple[Manifest, Manifest]) -> Iterator[tuple[str, str]]:
+    """(tensor, how it differs) of every tensor; an empty text: it does not."""
+    from andon.checkpoint.compare import compare
+
+    yield from compare(folders, known)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _facts(checkpoint: Path) -> tuple[str, str, int]:
+    """Step, loss and size, as far as they can be read."""
+    import json
+
+    size = _size(checkpoint)
+    try:
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        loss = "—" if state["loss"] is None else f"{state['loss']:.4f}"
+        return f"{state['step']:,}", loss, size
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(step_of(checkpoint)), "?", size
+
+
+def _size(checkpoint: Path) -> int:
+    sizes = 0
+    with contextlib.suppress(OSError):  # a link that leads nowhere, or a run that removes it meanwhile
+        for file in checkpoint.iterdir():
+            sizes += file.stat().st_size
+    return sizes
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,60 @@
+"""`andon plan`: memory and traffic of a run, and what other settings would change."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from andon.config.schema import Config
+from andon.run.display import show_plan
+from andon.run.plan import Change, Plan, changes, human_bytes, make_plan
+
+
+def main(config: Config, as_json: bool, console: Console) -> None:
+    """`andon plan`: the plan, then what each setting would change."""
+    config = config.on_this_machine()
+    plan, others = make_plan(config), list(changes(config))
+    if as_json:
+        now = {"workers": config.workers, "transport": config.group.transport, **plan.to_json()}
+        rows = [{"keys": change.keys, **change.plan.to_json()} for change in others]
+        print(json.dumps({**now, "changes": rows}))
+        return
+    show_plan(console, config)
+    console.print(_changes_table(config, plan, others))
+    console.print(
+        "Memory is the peak of a step, shared memory divided among those who share it (PSS), and what a save "
+        "copies aside (on rank 0, which copies the weights as well). Traffic is what a rank sends in a step; "
+        "in shared memory, what it moves between its own memory and others'.",
+        style="dim",
+    )
+
+
+def _changes_table(config: Config, plan: Plan, others: list[Change]) -> Table:
+    table = Table(title="What other settings would change", title_justify="left")
+    table.add_column("setting")
+    for heading in ("memory a worker", "all workers", "sent a step and rank"):
+        table.add_column(heading, justify="right")
+    table.add_row("as it is", *_figures(plan, config.workers), style="bold")
+    for change in others:
+        workers = change.keys.get("workers", config.workers)
+        table.add_row(_options(config, change.keys), *_figures(change.plan, workers))
+    return table
+
+
+def _figures(plan: Plan, workers: int) -> tuple[str, str, str]:
+    memory, sent = plan.memory, human_bytes(plan.sent) if plan.sent else "–"
+    return human_bytes(memory.total), human_bytes(memory.of_all(workers)), sent
+
+
+def _options(config: Config, keys: dict[str, Any]) -> str:
+    """The options that make a change, without those that are as they were."""
+    before = config.model_dump()
+
+    def is_new(key: str) -> bool:
+        section, _, name = key.rpartition(".")
+        return bool((before[section] if section else before)[name] != keys[key])
+
+    return " ".join(f"--{key} {value}" for key, value in keys.items() if is_new(key))

@@ -1,0 +1,248 @@
+"""The configuration: what can be set, with its type, its default and its help text.
+
+Each section is handed to the component it configures and to no other. The global batch is
+`train.slots` × `train.micro_batch` × `train.context` tokens and does not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import model_validator as validator
+
+from andon.integrity.faults import parse as parse_fault
+from andon.model.shape import SHAPES, Shape
+
+Preset = Literal["tiny", "30m", "124m", "350m", "1b"]
+Transport = Literal["auto", "local", "shm", "star", "ring", "torch"]
+
+
+class Section(BaseModel):
+    """Unknown keys are refused; each field's docstring is its help text."""
+
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    preset: Preset = "tiny"
+    """The named shape that the other keys start from."""
+    vocab: PositiveInt
+    """Rows of the embedding; the tokenizer may use fewer."""
+    hidden: PositiveInt
+    """Width of the residual stream."""
+    layers: PositiveInt
+    """Number of transformer blocks."""
+    heads: PositiveInt
+    """Query heads."""
+    kv_heads: PositiveInt
+    """Key and value heads; divides `heads`."""
+    intermediate: PositiveInt
+    """Width of the SwiGLU."""
+    tied: bool = False
+    """Share the embedding with the LM head."""
+
+    @validator(mode="after")
+    def _divides(self) -> ModelConfig:
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(f"hidden {self.hidden} must be an even multiple of heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        return self
+
+
+class DataConfig(Section):
+    corpus: tuple[str, ...] = ("stories",)
+    """`stories` (built in), or files, folders and globs of .txt, .jsonl and .parquet."""
+    stories: PositiveInt = 20_000
+    """How many built-in stories to train on."""
+    tokenizer: str = "bpe"
+    """`bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json."""
+    validation: float = Field(0.02, ge=0, lt=0.5)
+    """Share of the windows held out for validation."""
+    cache: Path = Field(
+        default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "andon"
+    )
+    """Where tokenized corpora are kept."""
+
+    @validator(mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("corpus"), str):
+            return {**values, "corpus": [values["corpus"]]}
+        return values
+
+
+class TrainConfig(Section):
+    steps: PositiveInt = 1_000
+    """Optimizer steps of the whole run."""
+    slots: PositiveInt = 8
+    """Micro-batches per step, shared out among the workers."""
+    micro_batch: PositiveInt = 8
+    """Windows per slot."""
+    context: PositiveInt
+    """Tokens per window."""
+    precision: Literal["auto", "f32", "bf16"] = "auto"
+    """Autocast: bf16 where the device has it (auto: on CUDA only), or plain f32."""
+    weights: Literal["f32", "bf16"] = "f32"
+    """How the model holds its weights; with bf16 AdamW keeps them in f32 as well, each rank those it owns."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+
+
+class OptimConfig(Section):
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Decay after the warm-up; `wsd` holds the peak and decays over the last fifth."""
+    warmup: NonNegativeInt = 50
+    """Steps of linear warm-up."""
+    final_lr: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the end, as a fraction of the peak."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's first decay."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's second decay."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    clip: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+class EvalConfig(Section):
+    every: NonNegativeInt = 100
+    """Validate every so many steps, and at the end; 0: only at the end."""
+    windows: PositiveInt = 64
+    """How many held-out windows to validate on."""
+    sample_every: float = Field(30.0, ge=0)
+    """Show a sample about every so many seconds; 0: never."""
+    temperature: float = Field(0.8, ge=0)
+    """Temperature of samples; 0 always takes the likeliest token."""
+    stories: NonNegativeInt = 64
+    """How many samples the valid share of the built-in stories is taken over."""
+
+
+class GroupConfig(Section):
+    transport: Transport = "auto"
+    """How gradients travel; `auto` takes the fastest that fits."""
+    wire: Literal["f32", "bf16"] = "f32"
+    """How they are rounded on the way."""
+    timeout: PositiveFloat = 60.0
+    """Seconds without progress after which a peer counts as stalled."""
+
+
+class ZeroConfig(Section):
+    policy: Literal["auto", "off", "even", "round_robin", "contiguous"] = "auto"
+    """Share out the optimizer state: a slice of every unit to each rank, or whole units. `auto` is `even`,
+    but `off` over a star, where it would cost more traffic than it saves time."""
+    replicas: Literal[1, 2] = 1
+    """On how many ranks each part of the state is kept."""
+
+    def settled(self, transport: str) -> Literal["off", "even", "round_robin", "contiguous"]:
+        """The policy over a transport."""
+        if self.policy != "auto":
+            return self.policy
+        return "off" if transport in ("local", "star") else "even"
+
+
+class CheckpointConfig(Section):
+    every: NonNegativeInt = 100
+    """Save every so many steps, and at the end; 0: only at the end."""
+    keep: PositiveInt = 3
+    """How many to keep."""
+    keep_every: NonNegativeInt = 0
+    """Also keep, for ever, those of every so many steps; 0: none."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What follows when a save has failed twice: training goes on, or stops. The last one must succeed."""
+    timeout: PositiveFloat = 1800.0
+    """Seconds after which a save is given up."""
+
+
+class RunConfig(Section):
+    dir: Path = Path("runs/default")
+    """The folder of the run: metrics, summary, checkpoints."""
+
+
+class Config(Section):
+    """Everything that determines a run."""
+
+    seed: int = Field(1, ge=0, lt=2**32)
+    """Seed of weights, data order and samples."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where there is one and says so when it falls back to the CPU."""
+    workers: PositiveInt = 1
+    """Processes that share the slots of a step."""
+    threads: PositiveInt = 1
+    """Compute threads per worker."""
+    on_nonfinite: Literal["halt", "skip"] = "halt"
+    """What a gradient that is not finite does: stop the line, or drop that step on every rank alike."""
+    max_skips: PositiveInt = 3
+    """So many dropped steps in a row halt after all."""
+    fault: tuple[str, ...] = ()
+    """Faults on purpose, for drills: nan:rank=1,step=7 (see `andon drill --help`)."""
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    group: GroupConfig = Field(default_factory=GroupConfig)
+    zero: ZeroConfig = Field(default_factory=ZeroConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+
+    @validator(mode="after")
+    def _faults_make_sense(self) -> Config:
+        for text in self.fault:
+            parse_fault(text)
+        return self
+
+    @validator(mode="after")
+    def _divides(self) -> Config:
+        if self.workers > self.train.slots:
+            raise ValueError(
+                f"{self.workers} workers cannot share train.slots = {self.train.slots}: one slot each"
+            )
+        return self
+
+    @property
+    def shape(self) -> Shape:
+        """The model's shape."""
+        sizes = self.model.model_dump(exclude={"preset"})
+        return replace(SHAPES[self.model.preset], context=self.train.context, **sizes)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.slots * self.train.micro_batch * self.train.context
+
+    def with_transport(self, auto: str) -> Config:
+        """The configuration with every `auto` settled but that of the device."""
+        transport = auto if self.group.transport == "auto" else self.group.transport
+        group = self.group.model_copy(update={"transport": transport})
+        zero = self.zero.model_copy(update={"policy": self.zero.settled(transport)})
+        return self.model_copy(update={"group": group, "zero": zero})
+
+    def on_this_machine(self) -> Config:
+        """The configuration with `auto` settled for workers that all run here."""
+        return self.with_transport(
+            "local" if self.workers == 1 else "shm" if sys.platform == "linux" else "torch"
+        )
+
+    @property
+    def answer(self) -> str:
+        """Everything that the final weights depend on besides the data, whatever the workers."""
+        keys = dict.fromkeys(("seed", "model", "train", "optim", "on_nonfinite", "max_skips"), True)
+        return self.model_dump_json(include={**keys, "data": {"validation"}})
+
+    def to_yaml(self) -> str:
+        """The resolved configuration, as `andon.config.load` reads it back."""
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return text

@@ -1,0 +1,272 @@
+"""Making token sets: from files or stories to shards in a cache on disk.
+
+A token set (see `andon.data.token_set`) has the name of the digest of what it was made from, so the same text
+under another path finds it again. It is made in a temporary folder beside it and renamed in one go: whatever
+has that name is complete, and of two processes making the same one the later discards its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from secrets import token_hex
+from socket import gethostname
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from andon.data.sources import (
+    Counts,
+    Document,
+    Progress,
+    digests,
+    documents,
+    find_files,
+    quiet,
+    stamp,
+)
+from andon.data.stories import stories
+from andon.data.token_set import FORMAT, TokenSet
+from andon.data.tokenizer import Tokenizer, sample
+from andon.errors import UserError
+from andon.files import sync
+
+SHARD_TOKENS = 128 << 20
+BATCH_BYTES = 1 << 20
+"""of text, encoded together: the encoder needs some hundred bytes of memory for each token"""
+DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What to tokenize, and how."""
+
+    paths: tuple[str, ...] = ("stories",)
+    """files, folders and globs, or the one word `stories` for the built-in corpus"""
+    tokenizer: str = "bpe"
+    """`bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json or its folder"""
+    vocab_size: int = 4096
+    """for `bpe`"""
+    stories_count: int = 20_000
+    stories_seed: int = 0
+
+
+def prepare(
+    corpus: Corpus, cache: Path, progress: Progress = quiet, shard_tokens: int = SHARD_TOKENS
+) -> TokenSet:
+    """The token set of a corpus, from the cache or made now.
+
+    `progress` hears (phase, done, total) in bytes of the files, or in stories for the built-in corpus.
+    """
+    cache = cache.expanduser().absolute()
+    files = [] if corpus.paths == ("stories",) else find_files(corpus.paths)
+    stamps = [stamp(file) for file in files]
+    given = None if corpus.tokenizer in ("bpe", "bytes") else Tokenizer.load(corpus.tokenizer)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_stale(cache)
+        content = _content(corpus, files, cache, progress)
+        kind = given.digest() if given else corpus.tokenizer
+        key = [FORMAT, shard_tokens, kind, corpus.vocab_size if kind == "bpe" else 0, content]
+        folder = cache / blake3(json.dumps(key).encode()).hexdigest(length=16)
+        if not folder.exists():
+            with _temporary(cache) as fresh:
+                _Maker(corpus, files, fresh, progress).make(given, shard_tokens)
+                if stamps != [stamp(file) for file in files]:
+                    raise UserError(
+                        "The corpus changed while it was being tokenized",
+                        "another program is writing to it",
+                        "Wait until it is complete, then start again",
+                    )
+                _publish(fresh, folder)
+    except OSError as error:
+        raise UserError(
+            f"The token cache {cache} cannot be written",
+            f"{error.strerror or error} ({error.filename or 'while writing'})",
+            "Make room there (or make it writable), or choose another folder: --data.cache FOLDER",
+        ) from error
+    return TokenSet.open(folder)
+
+
+def _content(corpus: Corpus, files: list[Path], cache: Path, progress: Progress) -> list[str]:
+    if files:
+        contents = digests(files, cache / "digests.json", progress)
+        return [file.suffix.lower() + digest for file, digest in zip(files, contents, strict=True)]
+    hasher = blake3()
+    for story in stories(corpus.stories_seed, corpus.stories_count):
+        hasher.update(story.encode() + b"\0")
+    return ["stories" + hasher.hexdigest()]
+
+
+class _Maker:
+    """Turns one corpus into the files of a token set."""
+
+    def __init__(self, corpus: Corpus, files: list[Path], folder: Path, progress: Progress) -> None:
+        self.corpus, self.files, self.folder, self.progress = corpus, files, folder, progress
+        sizes = [stamp(file)[1] for file in files]
+        self.total = max(1, sum(sizes) if files else corpus.stories_count)
+        self.counts = Counts()
+
+    def make(self, given: Tokenizer | None, shard_tokens: int) -> None:
+        tokenizer = given or self._make_tokenizer()
+        dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        writer = _Writer(self.folder, shard_tokens)
+        for batch in self._batches():
+            rows = tokenizer.encode_batch([piece.text for piece in batch])
+            for piece, row in zip(batch, rows, strict=True):
+                row += [tokenizer.end] if piece.ends else []
+            writer.write(np.array(list(chain.from_iterable(rows)), dtype))
+        if not self.counts.bytes:
+            raise UserError(
+                f"There is no text in {self._description()}",
+                "every document is empty",
+                "Give a file with text",
+            )
+        tokenizer.save(self.folder)
+        meta = {
+            "format": FORMAT,
+            "source": self._description(),
+            "dtype": dtype.str,
+            "vocab_size": tokenizer.vocab_size,
+            "tokens": sum(shard["tokens"] for shard in writer.shards),
+            "bytes": self.counts.bytes,
+            "documents": self.counts.documents,
+            "replaced": self.counts.replaced,
+            "tokenizer": tokenizer.digest(),
+            "digest": writer.whole.hexdigest(),
+            "shards": writer.shards,
+        }
+        (self.folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+    def _make_tokenizer(self) -> Tokenizer:
+        if self.corpus.tokenizer == "bytes":
+            return Tokenizer.bytes()
+        counts = Counts()
+        texts = (
+            (piece.text, counts.read / self.total) for piece in self._read(counts, "training the tokenizer")
+        )
+        return Tokenizer.train(sample(texts), self.corpus.vocab_size)
+
+    def _batches(self) -> Iterator[list[Document]]:
+        batch: list[Document] = []
+        flushed = 0
+        for piece in self._read(self.counts, "tokenizing"):
+            batch.append(piece)
+            if self.counts.bytes - flushed >= BATCH_BYTES:
+                yield batch
+                batch, flushed = [], self.counts.bytes
+        yield batch
+
+    def _read(self, counts: Counts, phase: str) -> Iterator[Document]:
+        shown = 0
+        for piece in documents(self.files, counts) if self.files else self._stories(counts):
+            if counts.bytes - shown > BATCH_BYTES // 4:
+                self.progress(phase, counts.read, self.total)
+                shown = counts.bytes
+            yield piece
+        self.progress(phase, self.total, self.total)
+
+    def _stories(self, counts: Counts) -> Iterator[Document]:
+        for story in stories(self.corpus.stories_seed, self.corpus.stories_count):
+            counts.read += 1
+            counts.documents += 1
+            counts.bytes += len(story.encode())
+            yield Document(story, ends=True)
+
+    def _description(self) -> str:
+        if not self.files:
+            return f"{self.corpus.stories_count:,} built-in stories, seed {self.corpus.stories_seed}"
+        names = ", ".join(file.name for file in self.files[:3])
+        return f"{names} and {len(self.files) - 3} more" if len(self.files) > 3 else names
+
+
+class _Writer:
+    """Appends tokens to shard after shard."""
+
+    def __init__(self, folder: Path, shard_tokens: int) -> None:
+        self.folder, self.shard_tokens = folder, shard_tokens
+        self.shards: list[dict[str, Any]] = []
+        self.whole, self.current = blake3(), blake3()
+
+    def write(self, ids: npt.NDArray[Any]) -> None:
+        while len(ids):
+            if not self.shards or self.shards[-1]["tokens"] == self.shard_tokens:
+                self.shards.append({"name": f"tokens-{len(self.shards):05}.bin", "tokens": 0})
+                self.current = blake3()
+            shard = self.shards[-1]
+            part, ids = np.split(ids, [self.shard_tokens - shard["tokens"]])
+            data = part.tobytes()
+            with (self.folder / shard["name"]).open("ab") as file:
+                file.write(data)
+            self.whole.update(data)
+            self.current.update(data)
+            shard["tokens"] += len(part)
+            shard["blake3"] = self.current.hexdigest()
+
+
+@contextmanager
+def _temporary(cache: Path) -> Iterator[Path]:
+    folder = cache / f".tmp-{_machine()}-{os.getpid()}-{token_hex(4)}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _publish(fresh: Path, folder: Path) -> None:
+    for path in (*fresh.iterdir(), fresh):
+        sync(path)
+    try:
+        fresh.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise  # those two mean that another process was faster, with the same content
+    sync(folder.parent)
+
+
+def _remove_stale(cache: Path) -> None:
+    for folder in cache.glob(".tmp-*-*-*"):
+        _, machine, pid, _ = folder.name.split("-")
+        # Of a process on another machine one sees only whether it still writes.
+        if not _alive(int(pid)) if machine == _machine() else _untouched(folder) > DAY:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _machine() -> str:
+    """The reach of a process id: one boot of one host, one container."""
+    marks = [gethostname()]
+    if Path("/proc/self/ns/pid").exists():
+        marks += [
+            Path("/proc/sys/kernel/random/boot_id").read_text(),
+            str(Path("/proc/self/ns/pid").readlink()),
+        ]
+    return blake3("\n".join(marks).encode()).hexdigest(length=6)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _untouched(folder: Path) -> float:
+    """Seconds since anything in a folder was written."""
+    newest = time.time()
+    with suppress(FileNotFoundError):  # someone else just removed it
+        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    return time.time() - newest

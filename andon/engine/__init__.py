@@ -1,0 +1,1 @@
+"""The training step: order of addition, arena, exchange, trainer."""

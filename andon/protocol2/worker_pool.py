@@ -1,0 +1,161 @@
+"""The crew of a gradient server: the workers that have joined, heard and spoken to all at the same time.
+
+Whoever breaks off, stalls or breaks the protocol is dropped, and the rest goes on; the first such failure is
+kept for the caller to raise when the others have been served.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Final
+
+from andon.protocol2.heartbeat import Heart
+from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
+from andon.transport.tcp.frames import LENGTH, MAX_FRAME, Head, Heartbeat, Message, decode_head, encode, frame
+from andon.transport.tcp.stream import Flow, FlowBroken, FlowFailed, FlowStalled, Listening, Outgoing, run
+
+LONGEST_HEAD: Final = 1 << 20
+PIECE: Final = 1 << 19
+"""Bytes that are sent at once."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker that has joined. `beats`: it sends heartbeats, so it understands them."""
+
+    worker_id: int
+    node_id: str
+    gpu_count: int
+    backend: str
+    sock: socket.socket = field(repr=False)
+    beats: bool = field(default=False, repr=False)
+    sending: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+
+class Crew:
+    """The workers of a server, the longest silence allowed to them, and the server's own heartbeat."""
+
+    def __init__(self, dead_after: float, heartbeat: float) -> None:
+        self.workers: list[Worker] = []
+        self.dead_after = dead_after
+        self._failure: GroupError | None = None
+        self._heart = Heart(heartbeat, self._beat)
+
+    def heads(self, accept: Callable[[Worker, Head], None], operation: str) -> dict[Worker, Head]:
+        """Each worker's next message up to its floats; `accept` raises `ProtocolError` at a wrong one."""
+        heads: dict[Worker, Head] = {}
+
+        def script(worker: Worker) -> Generator[memoryview, None, None]:
+            while True:
+                head = yield from read_head()
+                if head.message is not Heartbeat:
+                    break
+                worker.beats = True
+            accept(worker, head)
+            heads[worker] = head
+
+        self.run(
+            [Listening(worker.sock, worker.worker_id, script(worker)) for worker in self.workers], operation
+        )
+        return heads
+
+    def send(self, message: Callable[[Worker], Message], operation: str) -> None:
+        """Send each worker its message; fails, after all have been served, if one could not be."""
+        workers = list(self.workers)
+        flows = []
+        for worker in workers:
+            pieces = _cut(encode(message(worker)))
+            flows.append(Outgoing(worker.sock, worker.worker_id, pieces.__getitem__, _nothing, len(pieces)))
+        with ExitStack() as held:
+            for worker in workers:
+                held.enter_context(worker.sending)
+            self.run(flows, operation)
+        self.raise_failure()
+
+    def run(self, flows: Sequence[Flow], operation: str) -> None:
+        """Run a flow per worker; whose flow fails is dropped, the others finish."""
+        active, started = list(flows), time.monotonic()
+        while active:
+            try:
+                return run(active, self.dead_after)
+            except FlowFailed as failed:
+                active.remove(failed.flow)
+                self.drop(failed.flow.peer, _error(failed, operation, time.monotonic() - started))
+
+    def drop(self, worker_id: int, error: GroupError) -> None:
+        """Part with a worker; the error is raised when the rest has been served."""
+        worker = next(worker for worker in self.workers if worker.worker_id == worker_id)
+        self.workers.remove(worker)
+        worker.sock.close()
+        self.fail(error)
+
+    def fail(self, error: GroupError) -> None:
+        """Remember a failure; the first counts."""
+        log.warning("%s", error)
+        self._failure = self._failure or error
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong since this was last asked, if anything did."""
+        failure, self._failure = self._failure, None
+        if failure:
+            raise failure
+
+    def close(self) -> None:
+        """Part with everyone; safe to call twice."""
+        self._heart.close()
+        for worker in self.workers:
+            worker.sock.close()
+        self.workers.clear()
+
+    def _beat(self) -> None:
+        for worker in list(self.workers):
+            if worker.beats and worker.sending.acquire(blocking=False):
+                try:
+                    worker.sock.send(frame(Heartbeat("server", int(time.time() * 1000))))
+                except OSError as error:
+                    log.debug("no heartbeat to worker %d: %s", worker.worker_id, error)
+                finally:
+                    worker.sending.release()
+
+
+def read_head() -> Generator[memoryview, None, Head]:
+    """A script that hears the next message up to its floats, and returns its head."""
+    prefix = bytearray(LENGTH.size)
+    yield memoryview(prefix)
+    (length,) = LENGTH.unpack(prefix)
+    if not 1 <= length <= MAX_FRAME:
+        raise ProtocolError(f"a frame of {length:,} bytes; 1 to {MAX_FRAME:,} are allowed")
+    start = bytearray()
+    while isinstance(head := decode_head(bytes(start), length), int):
+        if head > LONGEST_HEAD:
+            raise ProtocolError(f"a message whose head alone has {head:,} bytes")
+        more = bytearray(head - len(start))
+        yield memoryview(more)
+        start += more
+    return head
+
+
+def _error(failed: FlowFailed, operation: str, seconds: float) -> GroupError:
+    rank = failed.flow.peer
+    if isinstance(failed, FlowBroken):
+        return PeerLost(rank, operation, seconds, failed.detail)
+    if isinstance(failed, FlowStalled):
+        return GroupTimeout(rank, operation, seconds)
+    return ProtocolError(f"worker {rank} broke the protocol in {operation}: {failed.detail}")
+
+
+def _cut(buffers: Sequence[bytes | bytearray | memoryview]) -> list[memoryview]:
+    views = [memoryview(buffer) for buffer in buffers]
+    return [view[at : at + PIECE] for view in views for at in range(0, len(view), PIECE)]
+
+
+def _nothing(index: int) -> None:
+    pass

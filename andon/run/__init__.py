@@ -1,0 +1,1 @@
+"""One run: its loop, folder, events and plan."""

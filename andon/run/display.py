@@ -1,0 +1,235 @@
+"""What a person sees of a run: progress, samples and the end; plain lines without a terminal."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from andon.config.schema import Config
+from andon.errors import UserError
+from andon.run.events import Event
+from andon.run.plan import Memory, human_bytes, human_count, make_plan
+
+PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
+
+
+def show_error(console: Console, error: UserError) -> None:
+    """Three lines: what happened, the likely cause, what to try."""
+    console.print(f"[bold red]{escape(error.what)}[/]", soft_wrap=True)
+    console.print(escape(error.cause), soft_wrap=True)
+    console.print(f"[bold]{escape(error.remedy)}[/]", soft_wrap=True)
+
+
+def show_plan(console: Console, config: Config) -> None:
+    """The plan, before torch is loaded."""
+    plan, train, shape = make_plan(config), config.train, config.shape
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    width = f"{shape.layers} blocks of width {shape.hidden}"
+    table.add_row("model", f"{config.model.preset} · {human_count(plan.parameters)} parameters · {width}")
+    table.add_row(
+        "data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}"
+    )
+    batch = f"{train.slots} slots × {train.micro_batch} windows × {train.context} tokens"
+    table.add_row("step", f"{plan.tokens_per_step:,} tokens = {batch}")
+    table.add_row("run", f"{train.steps:,} steps · {human_count(plan.tokens)} tokens · seed {config.seed}")
+    shared = f"{config.workers} × {config.threads} thread{'s' if config.threads > 1 else ''}"
+    table.add_row("workers", f"{shared} · transport {config.group.transport} · device {config.device}")
+    table.add_row("memory", f"about {human_bytes(plan.memory.total)} a worker: {_parts(plan.memory)}")
+    if plan.sent:
+        table.add_row("traffic", f"{human_bytes(plan.sent)} a step and rank")
+    table.add_row("folder", escape(str(config.run.dir)))
+    if console.is_terminal:
+        console.print(Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False))
+    else:
+        console.print(table)
+
+
+def _parts(memory: Memory) -> str:
+    named = [
+        ("torch and Andon", memory.program),
+        ("weights", memory.weights),
+        ("gradients", memory.gradients),
+        ("optimizer", memory.optimizer),
+        ("activations", memory.activations),
+        ("exchange", memory.exchange),
+        ("copies for a save", memory.snapshot + memory.weights_snapshot),
+    ]
+    return ", ".join(f"{name} {human_bytes(count)}" for name, count in named if count)
+
+
+class Display:
+    """Follows the events of a run."""
+
+    def __init__(self, console: Console, config: Config) -> None:
+        self.console, self.config = console, config
+        self.facts: dict[str, str] = {}
+        self.sample = ""
+        self.started = 0.0
+        self.first_step = 0
+        self.floor = ""
+        self._last_line = 0.0
+        self._nobody_looks = False
+        self._progress = Progress(
+            TextColumn("[bold]step {task.completed:>5,.0f}/{task.total:,.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.percentage:>3.0f}%  {task.fields[eta]}"),
+            console=console,
+            expand=True,
+        )
+        self._task: TaskID | None = None
+        self._live: Live | None = None
+
+    def __call__(self, said: Event) -> None:
+        """Show one event."""
+        handler = getattr(self, f"_on_{said['event']}", None)
+        if handler is None or self._nobody_looks:
+            return
+        try:
+            handler(said)
+        except (BrokenPipeError, SystemExit):  # rich exits when nobody reads any more; training goes on
+            self._nobody_looks = True
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _on_note(self, said: Event) -> None:
+        self.console.print(said["text"], style="dim", markup=False)
+
+    def _on_save_failed(self, said: Event) -> None:
+        what = "trying once more" if said["again"] else "given up; the earlier checkpoints are intact"
+        text = (
+            f"Checkpoint {said['step']} could not be written to {said['folder']}: {said['reason']} ({what})"
+        )
+        self.console.print(text, style="bold red", markup=False, soft_wrap=True)
+
+    def _on_start(self, said: Event) -> None:
+        self.started, self.first_step = time.monotonic(), said["step"]
+        self.floor = f" (floor {said['floor']:.3f})" if said["floor"] else ""
+        if said["step"]:
+            self.console.print(f"Going on from step {said['step']:,}", style="dim")
+        self._task = self._progress.add_task(
+            "", total=self.config.train.steps, completed=said["step"], eta=""
+        )
+        if self.console.is_terminal:
+            self._live = Live(self._render(), console=self.console, refresh_per_second=8)
+            self._live.start()
+
+    def _on_step(self, said: Event) -> None:
+        elapsed = time.monotonic() - self.started
+        left = (self.config.train.steps - said["step"]) * elapsed / max(1, said["step"] - self.first_step)
+        self.facts["loss"] = f"{said['loss']:.4f}" + self.floor
+        self.facts["tokens/s"] = f"{said['tokens_per_s']:,.0f}"
+        self.facts["lr"] = f"{said['lr']:.2e}"
+        self.facts["grad norm"] = f"{said['grad_norm']:.3f}"
+        eta = f"{int(left) // 60}:{int(left) % 60:02d} left"
+        if self._live and self._task is not None:
+            self._progress.update(self._task, completed=said["step"], eta=eta)
+            self._live.update(self._render())
+        elif time.monotonic() - self._last_line > PLAIN_EVERY or said["step"] == self.config.train.steps:
+            self._last_line = time.monotonic()
+            facts = "  ".join(f"{name} {value}" for name, value in self.facts.items())
+            self.console.print(
+                f"step {said['step']}/{self.config.train.steps}  {facts}  {eta}", soft_wrap=True
+            )
+
+    def _on_sample(self, said: Event) -> None:
+        self.sample = said["text"]
+        if self._live:
+            self._live.update(self._render())
+        else:
+            self.console.print(f"  “{said['text']}”", soft_wrap=True, highlight=False, markup=False)
+
+    def _on_eval(self, said: Event) -> None:
+        self.facts["validation"] = f"{said['loss']:.4f} ({said['bits_per_byte']:.3f} bits/byte)"
+        text = f"step {said['step']}: validation loss {self.facts['validation']}"
+        if "valid_share" in said:
+            self.facts["valid stories"] = f"{said['valid_share']:.0%}"
+            text += f", {said['valid_share']:.0%} of the sampled stories valid"
+        if not self._live:
+            self.console.print(text, soft_wrap=True)
+
+    def _on_stopped(self, said: Event) -> None:
+        self.close()
+        self.console.print(
+            f"Stopped and saved at step {said['step']:,}. The same command goes on from there."
+        )
+
+    def _on_halt(self, said: Event) -> None:
+        self.close()
+        show_halt(self.console, self.config, said)
+
+    def _on_done(self, said: Event) -> None:
+        self.close()
+        for text in said["samples"]:
+            self.console.print(Panel(escape(text), border_style="dim", padding=(0, 1)))
+        show_summary(self.console, self.config.run.dir, said)
+
+    def _render(self) -> RenderableType:
+        facts = Table.grid(padding=(0, 3))
+        facts.add_row(*(f"{name} [bold]{value}[/]" for name, value in self.facts.items()))
+        rows: list[RenderableType] = [self._progress, facts]
+        if self.sample:
+            rows.append(Panel(escape(self.sample), title="a sample", title_align="left", border_style="dim"))
+        return Group(*rows)
+
+
+def show_halt(console: Console, config: Config, said: Event) -> None:
+    """The board of a stopped line: what, who, where, and what to do."""
+    lines = [f"[bold]{escape(said['cause'])}[/]", ""]
+    samples: list[int] = []
+    for found in said["findings"]:
+        where = f"rank {found['rank']} · {found['host']}"
+        if found["slot"] is None:
+            lines.append(f"{where} · {found['unit']} · not seen when computed again: a passing fault")
+            continue
+        amount = f"{found['count']:,} elements, first {found['first']:,}"
+        lines.append(f"{where} · slot {found['slot']} · {found['kind']} in {found['parameter']} · {amount}")
+        samples += [sample for sample in found["samples"] if sample not in samples]
+    if said["sound"]:
+        state = f"Weights stay at step {said['committed']}. Nothing of step {said['step']} touched them."
+    else:
+        state = "Ranks hold different bits, so nothing was saved. The last checkpoint is from before."
+    lines += ["", state, ""]
+    if samples:
+        windows = ",".join(map(str, samples[:16]))
+        lines.append(
+            f"look at the samples   andon data show {escape(str(config.run.dir))} --windows {windows}"
+        )
+    lines.append("try again             the same command goes on from the last checkpoint")
+    if said["sound"]:
+        lines.append("go on without them    the same command with --on_nonfinite skip")
+    title = f"[bold]THE LINE STOPPED at step {said['step']}[/]"
+    console.print(Panel("\n".join(lines), title=title, title_align="left", border_style="red"))
+
+
+def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> None:
+    """How a run ended, and what to do next."""
+    checkpoint = folder / "checkpoints" / f"checkpoint-{summary['step']}"
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("steps", f"{summary['step']:,} · {human_count(summary['tokens'])} tokens")
+    table.add_row("loss", f"{summary['loss']:.4f} · validation {summary['validation_loss']:.4f}")
+    if "valid_share" in summary:
+        known = f"{summary['known']} of them in the training text"
+        table.add_row("stories", f"{summary['valid_share']:.0%} of the samples are valid, {known}")
+    table.add_row("weights", f"blake3 {summary['weights_blake3'][:16]}… (in summary.json)")
+    table.add_row("checkpoint", str(checkpoint))
+    console.print(table)
+    console.print("Next:", style="bold")
+    prompt = "Once upon a time," if "valid_share" in summary else "The"
+    console.print(f'  andon generate {checkpoint} "{prompt}"', soft_wrap=True, highlight=False)
+    console.print(f"  andon evaluate {checkpoint}", soft_wrap=True, highlight=False)

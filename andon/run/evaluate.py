@@ -1,0 +1,73 @@
+"""How good a model is: loss on held-out windows, bits per byte, and the share of valid stories."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from andon.data import stories
+from andon.model.generate import sample
+from andon.model.llama import Llama
+from andon.transport.base import Group
+
+Batch = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+PART = struct.Struct("<IdQ")  # micro-batch, summed loss, tokens
+
+
+class TextTokenizer(Protocol):
+    """What is needed of a tokenizer to write text."""
+
+    @property
+    def end(self) -> int: ...
+    def decode(self, ids: list[int]) -> str: ...
+
+
+@torch.no_grad()
+def validation_loss(model: Llama, batches: Iterable[Batch], group: Group) -> float:
+    """Mean loss per token; the ranks share the micro-batches, the sum is exact and so has one answer."""
+    mine = b""
+    device = model.cos.device
+    for number, (x, y) in enumerate(batches):
+        if number % group.world_size == group.rank:
+            loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
+            mine += PART.pack(number, loss.item(), y.size)
+    parts = [part for words in group.all_gather_bytes(mine) for part in PART.iter_unpack(words)]
+    tokens = sum(int(count) for _, _, count in parts)
+    return math.fsum(loss for _, loss, _ in parts) / tokens
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """A loss in nats per token, as bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token
+
+
+def write(model: Llama, tokenizer: TextTokenizer, count: int, temperature: float, seed: int) -> list[str]:
+    """Texts from nothing, each up to the end token or one context long."""
+    start = [[tokenizer.end]] * count
+    rows = sample(model, start, tokenizer.end, model.shape.context - 1, temperature, seed)
+    return [tokenizer.decode(row) for row in rows]
+
+
+@dataclass(frozen=True)
+class StoryScore:
+    """How many of a number of sampled stories are valid, and how many of those are in the training text."""
+
+    samples: list[str]
+    valid: list[bool]
+    known: int
+
+    @property
+    def valid_share(self) -> float:
+        return sum(self.valid) / len(self.valid)
+
+
+def story_score(samples: list[str], is_known: Callable[[str], bool]) -> StoryScore:
+    """Check sampled stories against the grammar and against the training text."""
+    return StoryScore(samples, [stories.is_valid(text) for text in samples], sum(map(is_known, samples)))

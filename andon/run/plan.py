@@ -1,0 +1,243 @@
+"""The plan of a run: memory and traffic by arithmetic, before anything heavy is loaded.
+
+Memory is what one worker holds at the worst moment of a step, shared memory divided among those who share it
+(under Linux the *proportional set size*, PSS, of its process), and the copies that it keeps from its first
+save on: its share of the moments, and on rank 0 the weights. The arithmetic is exact but for two figures,
+measured on Linux with torch 2.13's CPU build: what torch and Andon take before there is a model, and how much
+more than the live tensors the C library's allocator keeps. On a GPU the tensors are the same, and the program
+and the copies stay in the host's memory.
+
+Traffic is what one rank sends in a step, on average over the ranks; in shared memory, what it moves between
+its own memory and others'. Norms and fingerprints are left out: less than a thousandth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from andon.config.schema import Config
+from andon.engine.order import Order
+from andon.engine.order import plan as plan_order
+from andon.model.shape import Shape
+from andon.optim.shard_map import MOMENT_BYTES, ShardMap
+
+PROGRAM: Final = 184_000_000
+"""Python, torch, Andon and the math library's buffers: pages of a process's own."""
+LIBRARIES: Final = 110_000_000
+"""Pages of libraries in use, which all workers of a machine share."""
+ALLOCATOR: Final = 1.4
+"""What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
+SCRATCH: Final = 7 << 20
+"""Buffers of a rank of shm, star or ring."""
+COMPILER: Final = 100_000_000
+"""What compiles the arithmetic of a bf16 wire (`andon.transport.tcp.rounding`)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one worker holds: at the peak of a step, and for a save."""
+
+    program: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    exchange: int
+    snapshot: int
+    """What every rank copies aside for a save."""
+    weights_snapshot: int
+    """What rank 0 copies besides."""
+
+    @property
+    def step(self) -> int:
+        """The peak of a step, before the first save."""
+        return self.total - self.snapshot - self.weights_snapshot
+
+    @property
+    def total(self) -> int:
+        """The most that rank 0 holds."""
+        return sum(asdict(self).values())
+
+    def of_all(self, workers: int) -> int:
+        """The most that all workers hold together."""
+        return workers * (self.total - self.weights_snapshot) + self.weights_snapshot
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take; `sent` are the bytes that a rank sends in a step."""
+
+    parameters: int
+    tokens_per_step: int
+    tokens: int
+    memory: Memory
+    sent: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON, with the total of its memory."""
+        plan = asdict(self)
+        plan["memory"] |= {"step": self.memory.step, "total": self.memory.total}
+        return plan
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the plan would be with some keys set otherwise."""
+
+    keys: dict[str, Any]
+    plan: Plan
+
+
+def make_plan(config: Config) -> Plan:
+    """The arithmetic of a configuration."""
+    shape, order = config.shape, plan_order(config.train.slots, config.workers)
+    rows = max(order.rows(rank) for rank in range(config.workers))
+    on_host = config.device != "cuda"
+    memory = Memory(
+        program=PROGRAM + LIBRARIES // config.workers if on_host else 0,
+        weights=weight_bytes(config) * shape.parameters,
+        gradients=4 * shape.parameters * rows,
+        optimizer=(MOMENT_BYTES + master_bytes(config)) * owned(config),
+        activations=round(ALLOCATOR * (live_activations(shape, config.train.micro_batch) + widened(config))),
+        exchange=exchange_buffers(config),
+        snapshot=(MOMENT_BYTES + master_bytes(config)) * saved(config) if on_host else 0,
+        weights_snapshot=weight_bytes(config) * shape.parameters if on_host else 0,
+    )
+    tokens = config.tokens_per_step
+    return Plan(shape.parameters, tokens, tokens * config.train.steps, memory, sent(config, order))
+
+
+def weight_bytes(config: Config) -> int:
+    """Bytes of a weight in the model."""
+    return 2 if config.train.weights == "bf16" else 4
+
+
+def master_bytes(config: Config) -> int:
+    """Bytes of a weight that AdamW keeps in f32 because the model's is rounded."""
+    return 4 if config.train.weights == "bf16" else 0
+
+
+def widened(config: Config) -> int:
+    """The largest bf16 weight as f32: a CPU computes with one such copy at a time."""
+    if config.train.weights == "f32" or config.device == "cuda":
+        return 0
+    return 4 * config.shape.hidden * max(config.shape.vocab, config.shape.intermediate)
+
+
+def live_activations(shape: Shape, windows: int) -> int:
+    """Bytes of f32 tensors alive when backward begins, which is when they are most.
+
+    A block keeps, per token: for each norm its input, the normalised input and the product with its weight;
+    queries, keys and values of all heads, attention's output and its log-sum-exp; and of the SwiGLU gate, its
+    silu, up and their product. The final norm keeps its three; and the log-probabilities are there with two
+    gradients of the same size.
+    """
+    block = 10 * shape.hidden + 4 * shape.intermediate + shape.heads + 2
+    end = 3 * shape.vocab + 3 * shape.hidden + 1
+    return 4 * windows * shape.context * (shape.layers * block + end)
+
+
+def saved(config: Config) -> int:
+    """Parameters whose moments a rank saves; the rank that saves most."""
+    policy = "even" if config.zero.policy == "off" else config.zero.policy
+    zero = config.zero.model_copy(update={"policy": policy, "replicas": 1})
+    return owned(config.model_copy(update={"zero": zero}))
+
+
+def owned(config: Config) -> int:
+    """Parameters whose moments a rank holds, replicas included; the rank that holds most."""
+    shape, workers, policy = config.shape, config.workers, config.zero.policy
+    replicas = min(config.zero.replicas, workers)
+    if policy == "off":
+        return shape.parameters
+    if policy == "even":
+        return -(-shape.parameters * replicas // workers)
+    others = [shape.hidden] + [shape.vocab * shape.hidden] * (1 if shape.tied else 2)
+    make = ShardMap.round_robin if policy == "round_robin" else ShardMap.contiguous
+    shards = make([shape.block_parameters] * shape.layers, others, workers)
+    own = [shards.parameters_of(rank) for rank in range(workers)]
+    return max(sum(own[rank - back] for back in range(replicas)) for rank in range(workers))
+
+
+def exchange_buffers(config: Config) -> int:
+    """What the transport holds besides the gradients themselves."""
+    if config.workers == 1 or config.group.transport == "local":
+        return 0
+    if config.group.transport == "torch":  # everyone's part of the unit that is being added
+        return 4 * max(config.shape.block_parameters, config.shape.vocab * config.shape.hidden)
+    compiled = config.group.wire == "bf16" and config.group.transport != "shm"
+    return SCRATCH + (COMPILER if compiled else 0)
+
+
+def sent(config: Config, order: Order) -> int:
+    """Bytes that a rank sends in a step: gradients, and with ZeRO the weights that it has updated."""
+    workers, zero = config.workers, config.zero
+    if workers == 1:
+        return 0
+    rows = len(order.leaves) / workers
+    rounded = config.group.wire == "bf16" and config.group.transport != "shm"
+    gradient = config.shape.parameters * (2 if rounded else 4)
+    weights = config.shape.parameters * weight_bytes(config)
+    reduces = zero.policy == "off" or zero.replicas > 1  # every rank needs the whole sum
+    if config.group.transport == "star":  # with ZeRO an owner keeps its rows, and sends what it has updated
+        kept = 0 if reduces else rows * gradient / workers
+        return round(rows * gradient - kept + (0 if zero.policy == "off" else weights / workers))
+    there = gradient * (1 if config.group.transport == "ring" else rows)
+    parts = there + (gradient if reduces else 0) + (0 if zero.policy == "off" else weights)
+    return round(parts * (workers - 1) / workers)
+
+
+def changes(config: Config) -> Iterator[Change]:
+    """What other settings would change: each with the plan it would give."""
+    for keys in _other_settings(config):
+        yield Change(keys, make_plan(_with(config, keys)))
+
+
+def _other_settings(config: Config) -> Iterator[dict[str, Any]]:
+    slots, micro_batch, workers = config.train.slots, config.train.micro_batch, config.workers
+    counts = sorted({workers, *(2**power for power in range(4))})
+    for count in (count for count in counts if count <= slots):
+        for policy in ("off", "even") if count > 1 else ("off",):
+            if (count, policy) != (workers, config.zero.policy):
+                yield {"workers": count, "zero.policy": policy, "zero.replicas": 1}
+    if workers > 1 and (config.zero.policy, config.zero.replicas) != ("even", 2):
+        yield {"zero.policy": "even", "zero.replicas": 2}
+    if micro_batch % 2 == 0:
+        yield {"train.micro_batch": micro_batch // 2, "train.slots": 2 * slots}
+    yield {"train.weights": "f32" if config.train.weights == "bf16" else "bf16"}
+    for transport in ("shm", "star", "ring", "torch") if workers > 1 else ():
+        if transport != config.group.transport:
+            yield {"group.transport": transport}
+    if workers > 1 and config.group.wire == "f32" and config.group.transport != "shm":
+        yield {"group.wire": "bf16"}
+
+
+def _with(config: Config, keys: dict[str, Any]) -> Config:
+    """The configuration with other values; one worker is `local`, several of them are not."""
+    values = config.model_dump()
+    if keys.get("workers", 1) > 1 and config.group.transport == "local":
+        values["group"]["transport"] = "auto"
+    for key, value in keys.items():
+        section, _, name = key.rpartition(".")
+        (values[section] if section else values)[name] = value
+    return Config.model_validate(values).on_this_machine()
+
+
+def human_bytes(count: float) -> str:
+    """Bytes as a person reads them."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def human_count(count: float) -> str:
+    """A large number as a person reads it."""
+    for unit in ("", "K", "M", "B"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"

@@ -1,0 +1,1 @@
+"""Workers of one machine: shared memory."""

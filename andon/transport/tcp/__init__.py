@@ -1,0 +1,1 @@
+"""Workers on several machines: ring and star over TCP."""

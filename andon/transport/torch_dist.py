@@ -1,0 +1,299 @@
+"""The adapter over torch.distributed: Gloo, NCCL, whatever the cluster has.
+
+The one order of addition needs every contribution in one place, so a reduce-scatter is an all-to-all of
+*parts* (each rank sends part j of each of its rows to rank j), after which every rank adds its own part in
+the order of `andon.engine.order`; with the all-gather that follows, the bytes are those of a ring. Everything
+goes point to point, because then a failure has a name: the operation that failed has one peer.
+`canonical=False` takes torch's own all-reduce instead, which is faster, adds in an order of its own, and is
+not counted.
+
+With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32; a plain all-gather moves
+what it is given, exactly.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import pairwise
+from queue import Empty, SimpleQueue
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from andon.engine.order import Order, shares
+from andon.transport.base import (
+    Group,
+    GroupError,
+    GroupTimeout,
+    PeerLost,
+    Rendezvous,
+    Wire,
+    first_row,
+    one_node_each,
+    rows_of,
+)
+
+Transfer = tuple[int, torch.Tensor]
+Answer = tuple[int, Exception | None]  # of a peer: done, or what failed
+LENGTH: Final = struct.Struct("<Q")
+SMALL: Final = 64 << 10  # bytes up to which everyone adds up everything, which saves the all-gather
+GRACE: Final = 0.3  # seconds that other transfers get to finish after one has failed
+OPENING: Final = 256  # bytes of a small message that travel together with its length
+
+
+class TorchGroup(Group):
+    """The ranks of an initialised process group (the default one unless given)."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float = 60.0,
+        wire: Wire = "f32",
+        canonical: bool = True,
+        owned: bool = False,
+    ) -> None:
+        self.process_group, self.timeout, self.wire, self.canonical = process_group, timeout, wire, canonical
+        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.device = torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
+        self._peers = [
+            rank if process_group is None else dist.get_global_rank(process_group, rank)
+            for rank in range(self.world_size)
+        ]
+        self._owned = owned
+
+    def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
+        self._reduce(nodes, list(pairwise(bounds)), order or one_node_each(self.world_size))
+
+    def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+        self._gather(flat, bounds, flat.dtype)
+
+    def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
+        order = order or one_node_each(self.world_size)
+        size = nodes.shape[-1]
+        if not self.canonical:
+            self._reduce_plainly(nodes, order)
+        elif size * nodes.element_size() <= SMALL:
+            self._reduce(nodes, [(0, size)] * self.world_size, order)
+        else:
+            bounds = shares(size, self.world_size)
+            self.reduce_scatter(nodes, bounds, order)
+            self._gather(first_row(nodes), bounds, self._wire_dtype(nodes))
+
+    def _reduce(self, nodes: torch.Tensor, parts: Sequence[tuple[int, int]], order: Order) -> None:
+        """Give every rank its part of each of my rows; add up everyone's rows of my part."""
+        rows = rows_of(nodes, order, self.rank)
+        dtype = self._wire_dtype(nodes)
+        lo, hi = parts[self.rank]
+        sends = [(peer, row[a:b].to(self.device, dtype)) for peer, (a, b) in enumerate(parts) for row in rows]
+        leaves = [
+            rows[row][lo:hi].to(self.device, dtype)
+            if rank == self.rank
+            else torch.empty(hi - lo, dtype=dtype, device=self.device)
+            for rank, row in order.leaves
+        ]
+        receives = [(rank, leaf) for (rank, _), leaf in zip(order.leaves, leaves, strict=True)]
+        self._exchange(sends, receives, "reduce-scatter")
+        terms = [leaf.to(nodes.dtype) for leaf in leaves]
+        order.add_up(terms)
+        first_row(nodes)[lo:hi].copy_(terms[0].to(dtype))
+
+    def _reduce_plainly(self, nodes: torch.Tensor, order: Order) -> None:
+        rows = rows_of(nodes, order, self.rank)
+        for row in rows[1:]:
+            rows[0].add_(row)
+        mine = first_row(nodes).zero_() if not rows else rows[0]
+        total = mine.to(self.device, self._wire_dtype(nodes))
+        work = dist.all_reduce(total, group=self.process_group, async_op=True)
+        self._wait_for(work, -1, "all-reduce", time.monotonic())
+        mine.copy_(total)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        head = LENGTH.pack(len(data)) + data[: OPENING - LENGTH.size]
+        opening = self._bytes(head.ljust(OPENING, b"\0"))
+        openings = [torch.empty_like(opening) for _ in range(self.world_size)]
+        everyone = range(self.world_size)
+        self._exchange([(peer, opening) for peer in everyone], list(enumerate(openings)), "gather of bytes")
+        openings[self.rank] = opening
+        heads = [bytes(each.cpu().numpy().tobytes()) for each in openings]
+        lengths = [LENGTH.unpack_from(each)[0] for each in heads]
+        rest = self._bytes(data[OPENING - LENGTH.size :])
+        rests = [
+            torch.empty(max(0, length - OPENING + LENGTH.size), dtype=torch.uint8, device=self.device)
+            for length in lengths
+        ]
+        self._exchange([(peer, rest) for peer in everyone], list(enumerate(rests)), "gather of bytes")
+        rests[self.rank] = rest
+        return [
+            head[LENGTH.size : LENGTH.size + length] + tail.cpu().numpy().tobytes()
+            for head, length, tail in zip(heads, lengths, rests, strict=True)
+        ]
+
+    def close(self) -> None:
+        if self._owned:
+            self._owned = False
+            dist.destroy_process_group(self.process_group)
+
+    def _gather(self, flat: torch.Tensor, bounds: Sequence[int], dtype: torch.dtype) -> None:
+        mine = flat[bounds[self.rank] : bounds[self.rank + 1]].to(self.device, dtype)
+        in_place = flat.dtype == dtype and flat.device.type == self.device.type
+        parts = [flat[lo:hi] for lo, hi in pairwise(bounds)]
+        buffers = parts if in_place else [torch.empty_like(p, dtype=dtype, device=self.device) for p in parts]
+        sends = [(peer, mine) for peer in range(self.world_size)]
+        self._exchange(sends, list(enumerate(buffers)), "all-gather")
+        if not in_place:
+            for rank, (part, buffer) in enumerate(zip(parts, buffers, strict=True)):
+                if rank != self.rank:
+                    part.copy_(buffer)
+
+    def _exchange(self, sends: list[Transfer], receives: list[Transfer], operation: str) -> None:
+        """Do all transfers at once (those with myself and empty ones are none)."""
+        self.bytes_sent += sum(tensor.nbytes for peer, tensor in sends if peer != self.rank)
+        ops = [
+            (peer, dist.P2POp(way, tensor, self._peers[peer], self.process_group))
+            for way, transfers in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, tensor in transfers
+            if peer != self.rank and tensor.numel()
+        ]
+        if self.device.type == "cuda":
+            self._exchange_joined([op for _, op in ops], operation)
+        else:
+            self._exchange_by_peer(ops, operation)
+
+    def _exchange_joined(self, ops: list[dist.P2POp], operation: str) -> None:
+        """NCCL joins the transfers into one, and does not say whose it is that failed."""
+        started = time.monotonic()
+        try:
+            works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            raise _failure(error, -1, operation, started) from error
+        for work in works:
+            self._wait_for(work, -1, operation, started)
+
+    def _exchange_by_peer(self, ops: list[tuple[int, dist.P2POp]], operation: str) -> None:
+        """Wait for all peers at the same time: one may be lost while another, who knows, sends no more.
+
+        After a failure the other transfers get a moment to finish, so that the peers they are with find out
+        for themselves who was lost.
+        """
+        started = time.monotonic()
+        answers: SimpleQueue[Answer] = SimpleQueue()
+        begun: dict[int, list[dist.Work | None]] = {}
+        for peer, op in ops:
+            try:
+                begun.setdefault(peer, []).append(op.op(op.tensor, op.peer, self.process_group))
+            except RuntimeError as error:
+                answers.put((peer, _failure(error, peer, operation, started)))
+
+        def wait(peer: int, works: list[dist.Work | None]) -> None:
+            try:
+                for work in works:
+                    self._wait_for(work, peer, operation, started)
+            except Exception as error:
+                answers.put((peer, error))
+            else:
+                answers.put((peer, None))
+
+        for peer, works in begun.items():
+            if len(begun) == 1:
+                wait(peer, works)
+            else:
+                threading.Thread(target=wait, args=(peer, works), daemon=True).start()
+        self._settle(answers, set(begun), operation, started)
+
+    def _settle(self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float) -> None:
+        """Wait for an answer from everyone; raise the first failure, or who is silent when time is up."""
+        failure: Exception | None = None
+        until = started + self.timeout
+        while silent:
+            try:
+                peer, error = answers.get(timeout=max(0.0, until - time.monotonic()))
+            except Empty:
+                break
+            silent.discard(peer)
+            if error and not failure:
+                failure, until = error, time.monotonic() + GRACE
+        seconds = time.monotonic() - started
+        # Who closes the connection just when time is up has given up on the one that is still silent.
+        if silent and seconds >= self.timeout:
+            raise GroupTimeout(min(silent), operation, seconds)
+        if failure:
+            raise failure
+
+    def _wait_for(self, work: dist.Work | None, peer: int, operation: str, started: float) -> None:
+        assert work is not None, f"rank {self.rank} is not part of the process group"
+        # A timeout within Gloo closes the connections with everyone, so it comes after our own.
+        left = max(0.001, started + self.timeout + GRACE - time.monotonic())
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            raise _failure(error, peer, operation, started) from error
+
+    def _wire_dtype(self, nodes: torch.Tensor) -> torch.dtype:
+        return torch.bfloat16 if self.wire == "bf16" and nodes.dtype == torch.float32 else nodes.dtype
+
+    def _bytes(self, data: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)].to(
+            self.device
+        )
+
+
+class StoreRendezvous:
+    """Ranks that find each other through a torch store (torchrun's, or one of ours)."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
+        self.store, self.rank, self.world_size, self.timeout = store, rank, world_size, timeout
+        self._turn = 0
+
+    def exchange(self, topic: str, mine: str) -> list[str]:
+        """Give my word on a topic and get everybody's, by rank; every rank asks in the same order."""
+        started = time.monotonic()
+        self._turn += 1
+        keys = [f"andon/{self._turn}/{topic}/{rank}" for rank in range(self.world_size)]
+        try:
+            self.store.set(keys[self.rank], mine)
+            while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
+                seconds = time.monotonic() - started
+                if seconds >= self.timeout:
+                    names = ", ".join(map(str, missing))
+                    detail = f"still missing: rank {names}"
+                    raise GroupTimeout(missing[0], f"rendezvous on {topic!r}", seconds, detail)
+                time.sleep(0.005 if seconds < 1 else 0.05)
+            return [self.store.get(key).decode() for key in keys]
+        except RuntimeError as error:
+            seconds = time.monotonic() - started
+            raise PeerLost(-1, f"rendezvous on {topic!r}", seconds, f"the store failed: {error}") from error
+
+
+def init_torch(
+    rendezvous: Rendezvous, host: str, timeout: float, wire: Wire = "f32", backend: str = "gloo"
+) -> TorchGroup:
+    """A process group for ranks that know each other only through a rendezvous; `host` is rank 0's."""
+    wait = timedelta(seconds=timeout)
+    store = None
+    if rendezvous.rank == 0:
+        store = TCPStore(host, 0, is_master=True, timeout=wait, wait_for_workers=False)
+    address = f"{host}:{store.port}" if store else ""
+    host_0, _, port = rendezvous.exchange("torch store", address)[0].rpartition(":")
+    started = time.monotonic()
+    try:
+        store = store or TCPStore(host_0, int(port), timeout=wait, wait_for_workers=False)
+        dist.init_process_group(
+            backend, store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=wait
+        )
+    except RuntimeError as error:
+        raise _failure(error, -1, "connecting through torch.distributed", started) from error
+    return TorchGroup(None, timeout, wire, owned=True)
+
+
+def _failure(error: RuntimeError, peer: int, operation: str, started: float) -> GroupError:
+    # Gloo's own words, without its source file and its advice.
+    text = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0]).split(". This is typically")[0]
+    kind = GroupTimeout if "time" in text.lower() and "out" in text.lower() else PeerLost
+    return kind(peer, operation, time.monotonic() - started, text)
