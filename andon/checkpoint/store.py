@@ -28,6 +28,7 @@ from andon.checkpoint import manifest
 from andon.checkpoint.format import At, as_bytes, tensor_blake3
 from andon.checkpoint.listing import REPLACED, checkpoint_path, kept, put_back, step_of, steps
 from andon.checkpoint.manifest import Manifest, Record
+from andon.checkpoint.moments import ReadMoments
 from andon.checkpoint.snapshot import weights_digests
 from andon.engine.arena import Arena
 from andon.errors import UserError
@@ -37,15 +38,17 @@ STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row", "data", "co
 PIECE = re.compile(r"(first|second|master)\.(.+)\[(\d+):(\d+)\]")
 Moment = tuple[str, str]
 """`first`, `second` or `master`, and the parameter."""
-ReadMoments = Callable[[str, str, int, int], Tensor]
-"""(kind of moment, parameter, lo, hi) → those elements."""
 
 
 class Store:
-    """The checkpoints of a run: the newest `keep`, and every `keep_every`-th step (0: none) for ever."""
+    """The checkpoints of a run: the newest `keep`, and every `keep_every`-th step (0: none) for ever.
 
-    def __init__(self, folder: Path, keep: int, keep_every: int = 0) -> None:
-        self.folder, self.keep, self.keep_every = folder, keep, keep_every
+    `may_write` raises `OSError` if the folder is no longer this run's."""
+
+    def __init__(
+        self, folder: Path, keep: int, keep_every: int = 0, may_write: Callable[[], None] = lambda: None
+    ) -> None:
+        self.folder, self.keep, self.keep_every, self._may_write = folder, keep, keep_every, may_write
 
     def temporary(self, step: int, turn: int) -> Path:
         """Where a checkpoint is written; each attempt has its own."""
@@ -53,6 +56,7 @@ class Store:
 
     def begin(self, step: int, turn: int) -> Path:
         """Make the temporary folder; the ranks write their files into it, and the first to come makes it."""
+        self._may_write()
         if not self.folder.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             sync(self.folder.parent)

@@ -56,10 +56,12 @@ class Finding:
         return {**place, "unit": self.unit, **flaw, "kind": self.flaw.kind}
 
     @classmethod
-    def from_fields(cls, said: Mapping[str, Any]) -> Finding:
+    def from_fields(cls, fields: Mapping[str, Any]) -> Finding:
         """Back from JSON."""
-        flaw = Flaw(said["parameter"], said["count"], said["first"], said["kind"])
-        return cls(said["rank"], said["host"], said["slot"], tuple(said["samples"]), said["unit"], flaw)
+        flaw = Flaw(fields["parameter"], fields["count"], fields["first"], fields["kind"])
+        return cls(
+            fields["rank"], fields["host"], fields["slot"], tuple(fields["samples"]), fields["unit"], flaw
+        )
 
 
 class JidokaHalt(Exception):
@@ -109,5 +111,5 @@ def find_flaw(name: str, values: Tensor) -> Flaw | None:
 
 def share_findings(group: Group, mine: Sequence[Finding]) -> list[Finding]:
     """Everyone's findings, in the order of ranks and slots."""
-    words = group.all_gather_bytes(json.dumps([finding.fields() for finding in mine]).encode())
-    return [Finding.from_fields(said) for word in words for said in json.loads(word)]
+    everyone = group.all_gather_bytes(json.dumps([finding.fields() for finding in mine]).encode())
+    return [Finding.from_fields(fields) for data in everyone for fields in json.loads(data)]
