@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from andon.bench.train_rank import RandomBatches, initialised, make_optimizer, make_trainer
 from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
-from andon.checkpoint.format import CHUNK, as_bytes
+from andon.checkpoint.format import CHUNK_BYTES, as_bytes
 from andon.checkpoint.progress import Progress
 from andon.model.shape import SHAPES
 from andon.optim.sharding import Zero
@@ -30,7 +30,7 @@ from andon.transport import open_group
 from andon.transport.torch_dist import StoreRendezvous
 
 PLAIN_STEPS = 3
-MOST_STEPS = 12  # beside one save: enough for a median
+MOST_STEPS = 12  # during one save: enough for a median
 
 
 class Bench:
@@ -90,8 +90,8 @@ class Bench:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for flat in self.flats:
             data = as_bytes(flat)
-            for start in range(0, len(data), CHUNK):
-                os.write(descriptor, data[start : start + CHUNK])
+            for start in range(0, len(data), CHUNK_BYTES):
+                os.write(descriptor, data[start : start + CHUNK_BYTES])
         os.fsync(descriptor)
         os.close(descriptor)
         path.unlink()

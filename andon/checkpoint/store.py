@@ -3,8 +3,8 @@
 `model.safetensors`, `config.json` and the tokenizer's files are what Hugging Face loads;
 `optimizer-RRRRR-of-NNNNN.safetensors` hold AdamW's moments in pieces (`first.NAME[lo:hi]`, `second…` and,
 where the weights are bf16, their f32 `master…`), each file written by one rank; `state.json` says where the
-run was; `manifest.json` proves all of it. Everything is written into a temporary folder beside it, synced,
-and renamed.
+run was; `manifest.json` proves all of it. Everything is written into a temporary folder of the same disk,
+synced, and renamed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from andon.errors import UserError
 from andon.files import sync
 
 STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row", "data", "config")
-PIECE = re.compile(r"(first|second|master)\.(.+)\[(\d+):(\d+)\]")
+PIECE_NAME = re.compile(r"([a-z_]+)\.(.+)\[(\d+):(\d+)\]")
 Moment = tuple[str, str]
-"""`first`, `second` or `master`, and the parameter."""
+"""A kind of optimizer state (`first`, `second`, `master`), and the parameter."""
 
 
 class Store:
@@ -138,7 +138,7 @@ def open_moments(folder: Path, known: Manifest, sizes: Mapping[Moment, int]) -> 
     What it gives was verified as it was read: a rank may see another copy than the one that verified all."""
     pieces: dict[Moment, list[tuple[int, int, str, str]]] = defaultdict(list)
     for file, tensor, _ in known.tensors():
-        if match := PIECE.fullmatch(tensor):
+        if match := PIECE_NAME.fullmatch(tensor):
             kind, name, lo, hi = match[1], match[2], int(match[3]), int(match[4])
             pieces[kind, name].append((lo, hi, file, tensor))
     _check_cover(folder, pieces, sizes)

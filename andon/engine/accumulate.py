@@ -170,7 +170,8 @@ class _Backward:
 
 
 def _allocate(arena: Arena, membership: Membership) -> Tensor:
-    """Gradient rows: on the CPU where the transport exchanges best, on a GPU beside the weights."""
+    """Gradient rows: on the CPU where the transport exchanges best, on a GPU on the same device as the
+    weights."""
     rows = membership.order.rows(membership.rank)
     if arena.device.type == "cpu":
         return membership.group.allocate(rows, arena.layout.size)

@@ -1,9 +1,9 @@
 """The cord: a halt stops every rank at the same step, with the weights of the last committed step.
 
 A *finding* is one bad gradient or loss: who computed it, from which samples, and what exactly is wrong. When
-the ranks agree that a step is not sound, each rank whose own gradients were bad computes its slots again, one
-by one, from the same weights and the same samples, and looks at every parameter; the findings of all ranks
-are put together before the halt is raised, so that every rank raises the same one.
+the ranks agree that a step is not sound, every rank computes its slots again, one by one, from the same
+weights and samples, and looks at every gradient. The findings of all ranks are collected before the halt is
+raised, so that every rank raises the same one.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def find_flaw(name: str, values: Tensor) -> Flaw | None:
     count = int(bad.sum())
     if not count:
         return None
-    kinds = [word for word, test in (("NaN", torch.isnan), ("Inf", torch.isinf)) if bool(test(values).any())]
+    kinds = [kind for kind, test in (("NaN", torch.isnan), ("Inf", torch.isinf)) if bool(test(values).any())]
     return Flaw(name, count, int(bad.to(torch.uint8).argmax()), " and ".join(kinds))
 
 

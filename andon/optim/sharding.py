@@ -39,7 +39,7 @@ class Ownership:
 
     @classmethod
     def of(cls, layout: Layout, world_size: int, zero: Zero) -> Ownership:
-        """The ownership that a policy gives; a rank alone has nobody to keep a replica."""
+        """The ownership that a policy gives; with one rank there is nobody to keep a replica."""
         sizes = [unit.stop - unit.start for unit in layout.units]
         if zero.policy == "off":
             return cls(layout, world_size, None)

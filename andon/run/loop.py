@@ -179,5 +179,5 @@ def while_others_wait(group: Group, work: Callable[[], T]) -> T | None:
     return task.result()
 
 
-def no_event(said: Event) -> None:
+def no_event(event: Event) -> None:
     """Only rank 0 emits events."""
