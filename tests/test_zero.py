@@ -109,8 +109,7 @@ def test_forward_waits_for_its_unit_and_tells_what_went_wrong_with_the_gather(to
     units = [model.arena.buffer[unit.start :].data_ptr() for unit in model.arena.layout.units]
     assert asked == units[::-1][:3]
     with pytest.raises(PeerLost):
-        assert model.arena.weights is None
-    trainer.close()
+        trainer.close()
 
 
 def tiny(policy: str, replicas: int = 1) -> Config:
@@ -134,9 +133,9 @@ def sent_in_a_step(group: Group, tokens: Path, policies: list[str]) -> dict[str,
     for policy in policies:
         trainer = make_trainer(group, tokens, tiny(policy))
         trainer.train_step()
-        before = group.bytes_sent
+        before = trainer.model.group.bytes_sent
         trainer.train_step()
-        found[policy] = group.bytes_sent - before
+        found[policy] = trainer.model.group.bytes_sent - before
         trainer.close()
     return found
 
