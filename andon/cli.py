@@ -241,12 +241,9 @@ def bench_train(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
 ) -> None:
     """Andon's step with and without checks against PyTorch DDP over Gloo, interleaved in one run."""
-    if zero:
-        from andon.bench.zero import main as run
-    else:
-        from andon.bench.train import main as run
+    from andon.bench.train import main as run
 
-    run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, as_json)
+    run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, zero, as_json)
 
 
 @bench_app.command("checkpoint")
