@@ -13,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "andon"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From the bottom to the top. A file may import its own layer and those before it. Every file is in a layer: that
-# of the longest name that fits. `order` and `arena` are what transports and optimizers are written in.
+# From the bottom to the top. A file may import its own layer and those before it. Every file is in a layer:
+# that of the longest name that fits. `order` and `arena` are what transports and optimizers are written in.
 LAYERS = (
     "errors",
     "files",
@@ -96,8 +96,7 @@ def test_no_import_goes_round_in_a_circle() -> None:
 )
 def test_the_engine_imports_few_packages(path: Path) -> None:
     packages = {name.split(".")[0] for name in imports(path, top_level_only=True)}
-    compiles = path.name == "rounding.py"
-    assert packages <= ENGINE_MAY_IMPORT | ({"numba"} if compiles else set())
+    assert packages <= ENGINE_MAY_IMPORT
 
 
 def test_nothing_is_pickled() -> None:

@@ -20,9 +20,9 @@ from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
 from andon.optim.sharding import Policy, Zero
 from andon.run.plan import live_activations, make_plan
-from andon.transport.local import thread_groups
 from tests.memory import peak_memory
 from tests.runs import andon
+from tests.thread_group import thread_groups
 
 SMALL = Shape(vocab=97, hidden=32, layers=3, heads=4, kv_heads=2, intermediate=48, context=24)
 SETTING = ["--model.preset=30m", "--train.micro_batch=1", "--train.slots=4"]

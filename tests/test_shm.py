@@ -10,7 +10,7 @@ import torch
 
 from andon.engine.order import plan
 from andon.errors import UserError
-from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Wire
+from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings, Wire
 from andon.transport.shm.group import ShmGroup
 from andon.transport.shm.segment import STAGE
 from tests.group_harness import World
@@ -194,7 +194,7 @@ class ElsewhereRendezvous:
 
 def test_workers_of_two_machines_are_refused() -> None:
     with pytest.raises(UserError, match="one machine"):
-        ShmGroup.open(ElsewhereRendezvous(), 1.0)
+        ShmGroup.open(ElsewhereRendezvous(), Settings(1.0))
 
 
 def test_the_errors_are_one_family() -> None:

@@ -23,7 +23,7 @@ from andon.protocol2.client import WorkerClient
 from andon.protocol2.server import GradientServer
 from andon.transport.base import ProtocolError
 from andon.transport.tcp import frames as wire
-from andon.transport.tcp.star_server import _checked_operation
+from andon.transport.tcp.star_server import checked_operation
 
 SOAK_COUNT = int(os.environ.get("ANDON_SOAK_COUNT", "100000"))
 COUNTS = [200, pytest.param(SOAK_COUNT, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
@@ -278,7 +278,7 @@ def test_a_star_accepts_an_operation_only_if_it_makes_sense(count: int) -> None:
     ) -> None:
         payload = wire.frame(wire.Operation(name, elements, kind, bounds, slots, shares))[4:]
         try:
-            operation = _checked_operation(payload, 2)
+            operation = checked_operation(payload, 2)
         except ProtocolError:
             return
         if operation.name in ("all-reduce", "reduce-scatter"):

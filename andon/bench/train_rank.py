@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from andon.engine.parallel import DataParallel
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
-from andon.transport import open_group
+from andon.transport.base import open_group
 from andon.transport.torch_dist import StoreRendezvous
 
 LR = 1e-4

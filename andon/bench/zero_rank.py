@@ -21,8 +21,7 @@ from andon.bench.train_rank import LR, AndonStep, batch
 from andon.engine.parallel import DataParallel
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
-from andon.transport import open_group
-from andon.transport.base import Group
+from andon.transport.base import Group, open_group
 from andon.transport.torch_dist import StoreRendezvous
 
 

@@ -30,6 +30,7 @@ from andon.run.display import Display, show_error, show_plan
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
 from andon.run.prepare import prepare_tokens
+from andon.transport.base import TRANSPORTS
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed
 
@@ -147,7 +148,7 @@ def _run(
 @contextlib.contextmanager
 def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int, str] | None]:
     """For `star`: the process that sums the gradients, for as long as the run lasts; host, port, token."""
-    if config.group.transport != "star":
+    if not TRANSPORTS[config.group.transport].needs_server:
         yield None
         return
     command = [
@@ -157,7 +158,6 @@ def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int, str] 
         host,
         str(config.workers),
         str(config.group.timeout),
-        config.group.wire,
     ]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -15,8 +15,7 @@ from andon.engine.trainer import Trainer
 from andon.errors import UserError
 from andon.run.events import Emit, event
 from andon.run.loop import Run
-from andon.transport import open_group
-from andon.transport.base import Group, Rendezvous
+from andon.transport.base import Group, Rendezvous, Settings, open_group
 
 
 def train(
@@ -46,16 +45,8 @@ def open_configured(
     `host` is where this rank can be reached, `server` host, port and token of the gradient server (star)."""
     settle(config.threads)
     address, token = ((str(server[0]), int(server[1])), str(server[2])) if server else (None, "")
-    settings = config.group
-    return open_group(
-        settings.transport,
-        rendezvous,
-        timeout=settings.timeout,
-        wire=settings.wire,
-        host=host,
-        address=address,
-        token=token,
-    )
+    settings = Settings(config.group.timeout, config.group.wire, host, address, token)
+    return open_group(config.group.transport, rendezvous, settings)
 
 
 def settle(threads: int) -> None:

@@ -10,18 +10,15 @@ import signal
 import sys
 import threading
 
-from andon.transport.base import Wire
-from andon.transport.tcp.encoding import form_for
 from andon.transport.tcp.star_server import StarServer
 
 
-def main(host: str, world_size: int, timeout: float, wire: Wire) -> None:
+def main(host: str, world_size: int, timeout: float) -> None:
     """Say where I listen, then serve until the workers are gone."""
     # A batch system signals every process; the workers need this one until they have saved.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     server = StarServer((host, 0), world_size, timeout, token=sys.stdin.readline().strip())
-    form_for(wire)  # so that nobody waits for the compiler later
     print(*server.address, flush=True)
     threading.Thread(target=_end_with_input, daemon=True).start()
     server.serve()
@@ -33,4 +30,4 @@ def _end_with_input() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), "bf16" if sys.argv[4] == "bf16" else "f32")
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

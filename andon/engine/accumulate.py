@@ -83,7 +83,7 @@ class Gradients:
         self._bad: list[str] = []
         self._broken = False
         self._scatters = ownership.shared and ownership.replicas == 1
-        self.looks_ahead = not (self._scatters and group.keeps_rows)
+        self.looks_ahead = not (self._scatters and group.reduce_preserves_inputs)
         """Whether to look at contributions before the reduce, because they could not be looked at later."""
         self._sums = arena.zeros(len(self.slots) * len(arena.parameters)).view(len(self.slots), -1)
         """The sum of each gradient after each slot: a value that is not finite makes it so."""

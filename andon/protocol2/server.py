@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import logging
 import math
-import selectors
 import socket
 import time
 from collections import Counter
 from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from andon.protocol2.worker_pool import Crew, Worker, read_head
+from andon.protocol2.worker_pool import LONGEST_HEAD, Crew, Worker
 from andon.transport.base import GroupError, GroupTimeout, ProtocolError, one_node_each
-from andon.transport.tcp import arithmetic as serial
+from andon.transport.tcp.connect import introductions
+from andon.transport.tcp.encoding import add_up
 from andon.transport.tcp.frames import (
     AveragedBlockGradient,
     AveragedGradient,
@@ -39,10 +40,11 @@ from andon.transport.tcp.frames import (
     NonBlockGradientPayload,
     ShardAssignment,
     Shutdown,
+    decode,
     decode_tail,
     frame,
 )
-from andon.transport.tcp.stream import FlowFailed, Incoming, Listening
+from andon.transport.tcp.stream import Incoming, nothing, read_frame
 
 PIECE: Final = 1 << 17
 """Floats that are read from each worker at once."""
@@ -113,24 +115,12 @@ class GradientServer:
 
     def wait_for_workers(self, count: int, deadline: float) -> None:
         """Wait until `count` workers are there, `deadline` seconds at most; strangers are turned away."""
-        until = time.monotonic() + deadline
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
+        with closing(introductions(self._listener, _read_join, deadline)) as arrivals:
             while self.worker_count < count:
-                left = until - time.monotonic()
-                if left <= 0:
-                    _turn_away_the_rest(selector)
+                sock, request = next(arrivals, (None, None))
+                if sock is None or request is None:
                     raise GroupTimeout(self._joined, "joining", deadline, f"{count} workers were expected")
-                for key, _ in selector.select(left):
-                    if key.data is None:
-                        sock, _ = self._listener.accept()
-                        sock.setblocking(False)
-                        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                        selector.register(sock, selectors.EVENT_READ, _Knock(sock))
-                    elif key.data.settled():
-                        selector.unregister(key.fileobj)
-                        self._admit(key.data, count)
-            _turn_away_the_rest(selector)
+                self._admit(sock, request, count)
 
     def send_shard_assignments(self, step: int, total_samples: int) -> None:
         """Give each worker its share of the samples; the last one takes the remainder."""
@@ -194,17 +184,13 @@ class GradientServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _admit(self, knock: _Knock, count: int) -> None:
-        if knock.request is None or self.worker_count == count:
-            knock.sock.close()
-            return
-        node_id, gpu_count, backend = knock.request
-        worker = Worker(self._joined, node_id, gpu_count, backend, knock.sock)
+    def _admit(self, sock: socket.socket, request: JoinRequest, count: int) -> None:
+        worker = Worker(self._joined, request.node_id, request.gpu_count, request.backend, sock)
         try:
-            knock.sock.send(frame(JoinAccepted(worker.worker_id, count)))
+            sock.send(frame(JoinAccepted(worker.worker_id, count)))
         except OSError as error:
             log.warning("worker %d left while it joined: %s", worker.worker_id, error)
-            knock.sock.close()
+            sock.close()
             return
         self._crew.workers.append(worker)
         self._joined += 1
@@ -261,7 +247,7 @@ class GradientServer:
                 if not np.isfinite(leaf).all():
                     self._crew.fail(NonFiniteGradient(worker.worker_id, step, where))
             if leaves:
-                serial.add_up(one_node_each(len(leaves)).adds, leaves)
+                add_up(one_node_each(len(leaves)).adds, leaves)
                 np.divide(leaves[0], np.float32(len(leaves)), out=mean[lo : lo + size])
         return mean
 
@@ -278,47 +264,14 @@ class GradientServer:
 
     def _fill(self, buffers: Mapping[Worker, npt.NDArray[Any]], operation: str) -> None:
         flows = [
-            Incoming(
-                worker.sock,
-                worker.worker_id,
-                [buffer.view(np.uint8).data].__getitem__,
-                _nothing,
-                1,
-            )
+            Incoming(worker.sock, worker.worker_id, [buffer.view(np.uint8).data].__getitem__, nothing, 1)
             for worker, buffer in buffers.items()
         ]
         self._crew.run(flows, operation)
 
 
-class _Knock:
-    """Someone at the door, until it is clear whether they ask to join."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.request: tuple[str, int, str] | None = None
-        self._listening = Listening(sock, -1, self._script())
-
-    def settled(self) -> bool:
-        """Hear what is there; whether that decides it."""
-        try:
-            self._listening.move()
-        except FlowFailed as failed:
-            log.warning("turned away a connection: %s", failed.detail)
-            return True
-        return self._listening.done == self._listening.count
-
-    def _script(self) -> Generator[memoryview, None, None]:
-        head = yield from read_head()
-        if head.message is not JoinRequest:
-            raise ProtocolError(f"{head.message.__name__} where JoinRequest was expected")
-        self.request = head.values
-
-
-def _turn_away_the_rest(selector: selectors.BaseSelector) -> None:
-    for key in selector.get_map().values():
-        if key.data:
-            key.data.sock.close()
-
-
-def _nothing(index: int) -> None:
-    pass
+def _read_join() -> Generator[memoryview, None, JoinRequest]:
+    request = decode((yield from read_frame(LONGEST_HEAD)))
+    if not isinstance(request, JoinRequest):
+        raise ProtocolError(f"{type(request).__name__} where JoinRequest was expected")
+    return request

@@ -17,8 +17,27 @@ from typing import Final
 
 from andon.protocol2.heartbeat import Heart
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
-from andon.transport.tcp.frames import LENGTH, MAX_FRAME, Head, Heartbeat, Message, decode_head, encode, frame
-from andon.transport.tcp.stream import Flow, FlowBroken, FlowFailed, FlowStalled, Listening, Outgoing, run
+from andon.transport.tcp.frames import (
+    LENGTH,
+    MAX_FRAME,
+    Head,
+    Heartbeat,
+    Message,
+    decode_head,
+    encode,
+    frame,
+    payload_length,
+)
+from andon.transport.tcp.stream import (
+    Flow,
+    FlowBroken,
+    FlowFailed,
+    FlowStalled,
+    Listening,
+    Outgoing,
+    nothing,
+    run,
+)
 
 LONGEST_HEAD: Final = 1 << 20
 PIECE: Final = 1 << 19
@@ -73,7 +92,7 @@ class Crew:
         flows = []
         for worker in workers:
             pieces = _cut(encode(message(worker)))
-            flows.append(Outgoing(worker.sock, worker.worker_id, pieces.__getitem__, _nothing, len(pieces)))
+            flows.append(Outgoing(worker.sock, worker.worker_id, pieces.__getitem__, nothing, len(pieces)))
         with ExitStack() as held:
             for worker in workers:
                 held.enter_context(worker.sending)
@@ -130,9 +149,7 @@ def read_head() -> Generator[memoryview, None, Head]:
     """A script that hears the next message up to its floats, and returns its head."""
     prefix = bytearray(LENGTH.size)
     yield memoryview(prefix)
-    (length,) = LENGTH.unpack(prefix)
-    if not 1 <= length <= MAX_FRAME:
-        raise ProtocolError(f"a frame of {length:,} bytes; 1 to {MAX_FRAME:,} are allowed")
+    length = payload_length(prefix, MAX_FRAME)
     start = bytearray()
     while isinstance(head := decode_head(bytes(start), length), int):
         if head > LONGEST_HEAD:
@@ -155,7 +172,3 @@ def _error(failed: FlowFailed, operation: str, seconds: float) -> GroupError:
 def _cut(buffers: Sequence[bytes | bytearray | memoryview]) -> list[memoryview]:
     views = [memoryview(buffer) for buffer in buffers]
     return [view[at : at + PIECE] for view in views for at in range(0, len(view), PIECE)]
-
-
-def _nothing(index: int) -> None:
-    pass

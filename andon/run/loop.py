@@ -23,7 +23,7 @@ from andon.integrity.halt import JidokaHalt
 from andon.run import evaluate as evaluation
 from andon.run.events import Emit, Event, event
 from andon.run.folder import read_mark
-from andon.transport.base import Group, GroupError
+from andon.transport.base import TRANSPORTS, Group, GroupError
 
 T = TypeVar("T")
 BUSY = b"busy"
@@ -42,7 +42,7 @@ class Run:
         self.saver = self._make_saver()
         self.overdue = -1
         """The step whose save has used up our patience."""
-        if self.transport != "shm" and not self.config.train.compile:  # shm would take forward's own cores
+        if not TRANSPORTS[self.group.transport].uses_worker_cores and not self.config.train.compile:
             trainer.parallel.gather.beside_forward(trainer.model)
         self.on_stories = self.config.data.corpus == ("stories",)
         self.sampled = time.monotonic()

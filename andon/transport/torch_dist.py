@@ -4,8 +4,6 @@ The one order of addition needs every contribution in one place, so a reduce-sca
 *parts* (each rank sends part j of each of its rows to rank j), after which every rank adds its own part in
 the order of `andon.engine.order`; with the all-gather that follows, the bytes are those of a ring. Everything
 goes point to point, because then a failure has a name: the operation that failed has one peer.
-`canonical=False` takes torch's own all-reduce instead, which is faster, adds in an order of its own, and is
-not counted.
 
 With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32; a plain all-gather moves
 what it is given, exactly.
@@ -14,7 +12,6 @@ what it is given, exactly.
 from __future__ import annotations
 
 import re
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +31,7 @@ from andon.transport.base import (
     GroupTimeout,
     PeerLost,
     Rendezvous,
+    Settings,
     Wire,
     first_row,
     one_node_each,
@@ -42,24 +40,23 @@ from andon.transport.base import (
 
 Transfer = tuple[int, torch.Tensor]
 Answer = tuple[int, Exception | None]  # of a peer: done, or what failed
-LENGTH: Final = struct.Struct("<Q")
 SMALL: Final = 64 << 10  # bytes up to which everyone adds up everything, which saves the all-gather
 GRACE: Final = 0.3  # seconds that other transfers get to finish after one has failed
-OPENING: Final = 256  # bytes of a small message that travel together with its length
 
 
 class TorchGroup(Group):
     """The ranks of an initialised process group (the default one unless given)."""
+
+    transport = "torch"
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 60.0,
         wire: Wire = "f32",
-        canonical: bool = True,
         owned: bool = False,
     ) -> None:
-        self.process_group, self.timeout, self.wire, self.canonical = process_group, timeout, wire, canonical
+        self.process_group, self.timeout, self.wire = process_group, timeout, wire
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.device = torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
         self._peers = [
@@ -67,6 +64,28 @@ class TorchGroup(Group):
             for rank in range(self.world_size)
         ]
         self._owned = owned
+
+    @classmethod
+    def open(cls, rendezvous: Rendezvous, settings: Settings, backend: str = "gloo") -> TorchGroup:
+        """A group over the default process group, which is made first (and destroyed at the end) unless the
+        process has one already, as under torchrun."""
+        if dist.is_initialized():
+            return cls(None, settings.timeout, settings.wire)
+        wait = timedelta(seconds=settings.timeout)
+        store = None
+        if rendezvous.rank == 0:
+            store = TCPStore(settings.host, 0, is_master=True, timeout=wait, wait_for_workers=False)
+        address = f"{settings.host}:{store.port}" if store else ""
+        host, _, port = rendezvous.exchange("torch store", address)[0].rpartition(":")
+        started = time.monotonic()
+        try:
+            store = store or TCPStore(host, int(port), timeout=wait, wait_for_workers=False)
+            dist.init_process_group(
+                backend, store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=wait
+            )
+        except RuntimeError as error:
+            raise _failure(error, -1, "connecting through torch.distributed", started) from error
+        return cls(None, settings.timeout, settings.wire, owned=True)
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         self._reduce(nodes, list(pairwise(bounds)), order or one_node_each(self.world_size))
@@ -77,9 +96,7 @@ class TorchGroup(Group):
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         order = order or one_node_each(self.world_size)
         size = nodes.shape[-1]
-        if not self.canonical:
-            self._reduce_plainly(nodes, order)
-        elif size * nodes.element_size() <= SMALL:
+        if size * nodes.element_size() <= SMALL:
             self._reduce(nodes, [(0, size)] * self.world_size, order)
         else:
             bounds = shares(size, self.world_size)
@@ -103,37 +120,6 @@ class TorchGroup(Group):
         terms = [leaf.to(nodes.dtype) for leaf in leaves]
         order.add_up(terms)
         first_row(nodes)[lo:hi].copy_(terms[0].to(dtype))
-
-    def _reduce_plainly(self, nodes: torch.Tensor, order: Order) -> None:
-        rows = rows_of(nodes, order, self.rank)
-        for row in rows[1:]:
-            rows[0].add_(row)
-        mine = first_row(nodes).zero_() if not rows else rows[0]
-        total = mine.to(self.device, self._wire_dtype(nodes))
-        work = dist.all_reduce(total, group=self.process_group, async_op=True)
-        self._wait_for(work, -1, "all-reduce", time.monotonic())
-        mine.copy_(total)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        head = LENGTH.pack(len(data)) + data[: OPENING - LENGTH.size]
-        opening = self._bytes(head.ljust(OPENING, b"\0"))
-        openings = [torch.empty_like(opening) for _ in range(self.world_size)]
-        everyone = range(self.world_size)
-        self._exchange([(peer, opening) for peer in everyone], list(enumerate(openings)), "gather of bytes")
-        openings[self.rank] = opening
-        heads = [bytes(each.cpu().numpy().tobytes()) for each in openings]
-        lengths = [LENGTH.unpack_from(each)[0] for each in heads]
-        rest = self._bytes(data[OPENING - LENGTH.size :])
-        rests = [
-            torch.empty(max(0, length - OPENING + LENGTH.size), dtype=torch.uint8, device=self.device)
-            for length in lengths
-        ]
-        self._exchange([(peer, rest) for peer in everyone], list(enumerate(rests)), "gather of bytes")
-        rests[self.rank] = rest
-        return [
-            head[LENGTH.size : LENGTH.size + length] + tail.cpu().numpy().tobytes()
-            for head, length, tail in zip(heads, lengths, rests, strict=True)
-        ]
 
     def close(self) -> None:
         if self._owned:
@@ -238,11 +224,6 @@ class TorchGroup(Group):
     def _wire_dtype(self, nodes: torch.Tensor) -> torch.dtype:
         return torch.bfloat16 if self.wire == "bf16" and nodes.dtype == torch.float32 else nodes.dtype
 
-    def _bytes(self, data: bytes) -> torch.Tensor:
-        return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)].to(
-            self.device
-        )
-
 
 class StoreRendezvous:
     """Ranks that find each other through a torch store (torchrun's, or one of ours)."""
@@ -269,27 +250,6 @@ class StoreRendezvous:
         except RuntimeError as error:
             seconds = time.monotonic() - started
             raise PeerLost(-1, f"rendezvous on {topic!r}", seconds, f"the store failed: {error}") from error
-
-
-def init_torch(
-    rendezvous: Rendezvous, host: str, timeout: float, wire: Wire = "f32", backend: str = "gloo"
-) -> TorchGroup:
-    """A process group for ranks that know each other only through a rendezvous; `host` is rank 0's."""
-    wait = timedelta(seconds=timeout)
-    store = None
-    if rendezvous.rank == 0:
-        store = TCPStore(host, 0, is_master=True, timeout=wait, wait_for_workers=False)
-    address = f"{host}:{store.port}" if store else ""
-    host_0, _, port = rendezvous.exchange("torch store", address)[0].rpartition(":")
-    started = time.monotonic()
-    try:
-        store = store or TCPStore(host_0, int(port), timeout=wait, wait_for_workers=False)
-        dist.init_process_group(
-            backend, store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=wait
-        )
-    except RuntimeError as error:
-        raise _failure(error, -1, "connecting through torch.distributed", started) from error
-    return TorchGroup(None, timeout, wire, owned=True)
 
 
 def _failure(error: RuntimeError, peer: int, operation: str, started: float) -> GroupError:

@@ -33,6 +33,7 @@ from andon.transport.base import (
     GroupError,
     ProtocolError,
     Rendezvous,
+    Settings,
     Wire,
     first_row,
     one_node_each,
@@ -76,7 +77,7 @@ class Call:
 class ShmGroup(Group):
     """The ranks of one machine."""
 
-    keeps_rows = True
+    transport = "shm"
 
     def __init__(
         self, rank: int, processes: Sequence[int], first: Segment, timeout: float, wire: Wire
@@ -89,7 +90,7 @@ class ShmGroup(Group):
         self._pinned = False
 
     @classmethod
-    def open(cls, rendezvous: Rendezvous, timeout: float, wire: Wire = "f32") -> ShmGroup:
+    def open(cls, rendezvous: Rendezvous, settings: Settings) -> ShmGroup:
         """Open the group with everyone at the rendezvous; all must run on this machine."""
         if sys.platform != "linux" or not SYS_FUTEX:
             raise _unavailable("it needs Linux on x86_64 or aarch64")
@@ -105,7 +106,7 @@ class ShmGroup(Group):
                 first = Segment.of_rank_0(rendezvous.rank, pids, int(descriptors[0]), size)
             except PermissionError as error:
                 raise _unavailable("the workers run as different users") from error
-            group = cls(rendezvous.rank, pids, first, timeout, wire)
+            group = cls(rendezvous.rank, pids, first, settings.timeout, settings.wire)
             try:
                 group._meeting.meet("opening shared memory")
             except GroupError:

@@ -13,15 +13,17 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, closing, suppress
 from ipaddress import ip_address
-from typing import Final
+from typing import Final, TypeVar
 
 from andon.transport.base import GroupTimeout, PeerLost, ProtocolError
-from andon.transport.tcp.frames import LENGTH, Hello, decode, frame
+from andon.transport.tcp.frames import Hello, decode, frame
+from andon.transport.tcp.stream import FlowFailed, Listening, read_frame
 
 LONGEST_HELLO: Final = 1 << 10
+T = TypeVar("T")
 Place = tuple[str, int]
 """A channel and a rank."""
 
@@ -42,60 +44,30 @@ class Door:
     def accept(self, expected: set[Place], timeout: float) -> dict[Place, socket.socket]:
         """Wait for all expected connections."""
         accepted: dict[Place, socket.socket] = {}
-        hellos: dict[socket.socket, bytearray] = {}
-        deadline = time.monotonic() + timeout
-        with ExitStack() as undo, selectors.DefaultSelector() as selector:
-            undo.callback(lambda: _close_all([*hellos, *accepted.values()]))
-            selector.register(self._listener, selectors.EVENT_READ)
+        arriving = closing(introductions(self._listener, self._read_hello, timeout))
+        with ExitStack() as undo, arriving as arrivals:
+            undo.callback(lambda: _close_all(accepted.values()))
             while missing := expected - accepted.keys():
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready and time.monotonic() >= deadline:
+                sock, hello = next(arrivals, (None, None))
+                if sock is None or hello is None:
                     channel, rank = min(missing, key=lambda place: place[1])
                     raise GroupTimeout(rank, f"joining ({channel})", timeout, "it did not connect")
-                for key, _ in ready:
-                    if key.fileobj is self._listener:
-                        sock, _ = self._listener.accept()
-                        sock.setblocking(False)
-                        hellos[sock] = bytearray()
-                        selector.register(sock, selectors.EVENT_READ)
-                        continue
-                    sock = key.fileobj  # type: ignore[assignment]
-                    try:
-                        place = self._read_hello(sock, hellos[sock], missing)
-                    except (ProtocolError, OSError) as error:
-                        log.warning("turned away a connection: %s", error)
-                        selector.unregister(sock)
-                        del hellos[sock]
-                        sock.close()
-                        continue
-                    if place:
-                        selector.unregister(sock)
-                        del hellos[sock]
-                        accepted[place] = _tune(sock)
-                        missing.discard(place)
+                place = (hello.channel, hello.rank)
+                if place in missing:
+                    accepted[place] = sock
+                else:
+                    log.warning("closed a connection for %s of rank %d: it was not expected", *place)
+                    sock.close()
             undo.pop_all()
-            _close_all(hellos)
         return accepted
 
-    def _read_hello(self, sock: socket.socket, data: bytearray, missing: set[Place]) -> Place | None:
-        """Read on, never past the hello: what follows belongs to the channel."""
-        wanted = LENGTH.size
-        if len(data) >= wanted:
-            wanted += LENGTH.unpack_from(data)[0]
-        received = sock.recv(wanted - len(data))
-        data += received
-        if not received:
-            raise ProtocolError("it was closed before it said hello")
-        if len(data) == LENGTH.size and not 1 <= LENGTH.unpack_from(data)[0] <= LONGEST_HELLO:
-            raise ProtocolError("its first message is not a hello")
-        if len(data) == LENGTH.size or len(data) < wanted:
-            return None
-        hello = decode(bytes(data[LENGTH.size :]))
+    def _read_hello(self) -> Generator[memoryview, None, Hello]:
+        hello = decode((yield from read_frame(LONGEST_HELLO)))
         if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), self.token.encode()):
             raise ProtocolError("it did not show the right token")
-        if hello.world_size != self.world_size or (hello.channel, hello.rank) not in missing:
-            raise ProtocolError(f"rank {hello.rank} of {hello.world_size} was not expected ({hello.channel})")
-        return hello.channel, hello.rank
+        if hello.world_size != self.world_size:
+            raise ProtocolError(f"it expects {hello.world_size} ranks")
+        return hello
 
     def interrupt(self) -> None:
         """Make a thread that waits in `accept` give up, with `OSError`."""
@@ -105,6 +77,48 @@ class Door:
     def close(self) -> None:
         """Accept no one any more; safe to call twice."""
         self._listener.close()
+
+
+def introductions(
+    listener: socket.socket, read: Callable[[], Generator[memoryview, None, T]], timeout: float
+) -> Generator[tuple[socket.socket, T], None, None]:
+    """Accept connections and read the first message of each, all at the same time, until the deadline.
+
+    Gives each connection with its message. One that fails or breaks the protocol is closed and holds up
+    nobody, and so are those that have not said anything at the end."""
+    deadline = time.monotonic() + timeout
+    messages: dict[socket.socket, T] = {}
+
+    def first_message(sock: socket.socket) -> Generator[memoryview, None, None]:
+        messages[sock] = yield from read()
+
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    if key.data is None:
+                        sock, _ = listener.accept()
+                        sock.setblocking(False)
+                        reader = Listening(sock, -1, first_message(sock))
+                        selector.register(sock, selectors.EVENT_READ, reader)
+                        continue
+                    sock = key.data.sock
+                    try:
+                        key.data.move()
+                        if sock not in messages:
+                            continue
+                        tune(sock)
+                    except (FlowFailed, OSError) as error:
+                        log.warning("closed a connection: %s", error)
+                        messages.pop(sock, None)
+                        selector.unregister(sock)
+                        sock.close()
+                    else:
+                        selector.unregister(sock)
+                        yield sock, messages.pop(sock)
+        finally:
+            _close_all(key.data.sock for key in selector.get_map().values() if key.data)
 
 
 def knock(address: tuple[str, int], peer: int, hello: Hello, timeout: float) -> socket.socket:
@@ -118,7 +132,7 @@ def knock(address: tuple[str, int], peer: int, hello: Hello, timeout: float) -> 
         raise GroupTimeout(peer, operation, time.monotonic() - started) from error
     except OSError as error:
         raise PeerLost(peer, operation, time.monotonic() - started, str(error)) from error
-    return _tune(sock)
+    return tune(sock)
 
 
 def _close_all(sockets: Iterable[socket.socket]) -> None:
@@ -126,7 +140,8 @@ def _close_all(sockets: Iterable[socket.socket]) -> None:
         sock.close()
 
 
-def _tune(sock: socket.socket) -> socket.socket:
+def tune(sock: socket.socket) -> socket.socket:
+    """Set up a connection for streams."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback and hasattr(socket, "TCP_CONGESTION"):

@@ -14,13 +14,13 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
-from andon.transport.tcp.frames import LENGTH, Alive, Broken, Leaving, Message, decode, frame
-from andon.transport.tcp.stream import Flow, FlowBroken, FlowStalled, run
+from andon.transport.tcp.frames import Alive, Broken, Leaving, Message, decode, frame
+from andon.transport.tcp.stream import Flow, FlowBroken, FlowRefused, FlowStalled, Listening, read_frame, run
 
 LONGEST: Final = 1 << 16
 GRACE: Final = 0.5
@@ -39,7 +39,9 @@ class Watch:
         self._closed = False
         self._begun = dict.fromkeys(links, 0)
         self._heard = dict.fromkeys(links, time.monotonic())
-        self._unread = {peer: bytearray() for peer in links}
+        self._listening = {
+            peer: Listening(link, peer, self._messages_of(peer)) for peer, link in links.items()
+        }
         self._left: set[int] = set()
         self._verdict: Broken | None = None
         self._news = threading.Condition()
@@ -64,6 +66,8 @@ class Watch:
             ) from broken
         except FlowStalled as stall:
             raise self.stalled(stall.flow.peer, operation, patience) from stall
+        except FlowRefused as refused:
+            raise self.refuse(refused.flow.peer, refused.detail, operation) from refused
 
     def begin(self, operation: str) -> None:
         """An operation begins; raises if the group is broken already."""
@@ -169,24 +173,20 @@ class Watch:
 
     def _listen(self, peer: int) -> None:
         try:
-            data = self._links[peer].recv(LONGEST)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
+            while self._listening[peer].move():
+                self._heard[peer] = time.monotonic()
+        except FlowRefused as refused:
+            self._selector.unregister(self._links[peer])
+            self._settle(Broken("protocol", peer, refused.detail), "watch", 0.0)
+        except FlowBroken:
             self._selector.unregister(self._links[peer])
             if peer not in self._left:
                 self._settle(Broken("lost", peer, "its connection was closed"), "watch", 0.0)
-            return
-        self._heard[peer] = time.monotonic()
-        self._unread[peer] += data
-        try:
-            for message in _messages(self._unread[peer]):
-                self._hear(peer, message)
-        except ProtocolError as error:
-            self._selector.unregister(self._links[peer])
-            self._settle(Broken("protocol", peer, str(error)), "watch", 0.0)
+
+    def _messages_of(self, peer: int) -> Generator[memoryview, None, None]:
+        while True:
+            payload = yield from read_frame(LONGEST)
+            self._hear(peer, decode(payload))
 
     def _hear(self, peer: int, message: Message) -> None:
         if isinstance(message, Alive):
@@ -199,20 +199,6 @@ class Watch:
             self._settle(message, "watch", 0.0)
         else:
             raise ProtocolError(f"a watch link is not for {type(message).__name__}")
-
-
-def _messages(unread: bytearray) -> list[Message]:
-    """Take the complete frames out of what was received."""
-    messages = []
-    while len(unread) >= LENGTH.size:
-        (length,) = LENGTH.unpack_from(unread)
-        if not 1 <= length <= LONGEST:
-            raise ProtocolError(f"a frame of {length:,} bytes on a watch link")
-        if len(unread) < LENGTH.size + length:
-            break
-        messages.append(decode(bytes(unread[LENGTH.size : LENGTH.size + length])))
-        del unread[: LENGTH.size + length]
-    return messages
 
 
 def _cut(sock: socket.socket) -> None:

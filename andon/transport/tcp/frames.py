@@ -25,8 +25,6 @@ from andon.transport.base import ProtocolError
 
 Buffer = bytes | bytearray | memoryview
 Floats = npt.NDArray[np.float32]
-Halves = npt.NDArray[np.uint16]
-"""bf16 numbers."""
 
 MAX_FRAME: Final = 100_000_000
 LENGTH: Final = struct.Struct(">I")
@@ -231,6 +229,14 @@ def encode(message: Message) -> list[Buffer]:
         raise ValueError(f"{type(message).__name__} of {size:,} bytes: a frame holds at most {MAX_FRAME:,}")
     parts[0] = LENGTH.pack(size)
     return parts
+
+
+def payload_length(prefix: Buffer, limit: int) -> int:
+    """The length that the first bytes of a frame announce; the payload has at least a tag."""
+    (length,) = LENGTH.unpack(prefix)
+    if not 1 <= length <= limit:
+        raise ProtocolError(f"a frame of {length:,} bytes; 1 to {limit:,} are allowed")
+    return int(length)
 
 
 def frame(message: Message) -> bytes:

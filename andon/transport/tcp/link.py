@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 
 from andon.transport.base import GroupTimeout, PeerLost, ProtocolError
-from andon.transport.tcp.frames import LENGTH
+from andon.transport.tcp.frames import LENGTH, payload_length
 
 Buffer = bytes | bytearray | memoryview
 
@@ -80,11 +80,11 @@ class Link:
 
     def receive_frame(self, limit: int, operation: str) -> bytearray:
         """Receive one frame of at most `limit` bytes."""
-        (length,) = LENGTH.unpack(self.receive(LENGTH.size, operation))
-        if not 1 <= length <= limit:
-            raise ProtocolError(
-                f"rank {self.peer} announced {length:,} bytes in {operation}; 1 to {limit:,} are allowed"
-            )
+        prefix = self.receive(LENGTH.size, operation)
+        try:
+            length = payload_length(prefix, limit)
+        except ProtocolError as error:
+            raise ProtocolError(f"rank {self.peer} sent in {operation}: {error}") from None
         return self.receive(length, operation)
 
     def close(self) -> None:

@@ -14,52 +14,44 @@ same bits. A gather on its own is exact. The order of addition is the ring's own
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import accumulate
-from typing import Final
 
-import numpy as np
 import torch
 
 from andon.engine.order import Order, shares
-from andon.transport.base import Group, Rendezvous, Wire, first_row, one_node_each, rows_of
-from andon.transport.staging import on_host
-from andon.transport.tcp import arithmetic as serial
+from andon.transport.base import Group, Rendezvous, Settings, check_bounds, first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import Door, knock
-from andon.transport.tcp.encoding import Exact, Form, Scratch, form_for
+from andon.transport.tcp.encoding import F32, Encoding, Scratch, add, encoding_for, on_host
 from andon.transport.tcp.failure_detector import Watch
 from andon.transport.tcp.frames import Hello, announcement, differ
-from andon.transport.tcp.ring_schedule import check_bounds, route
+from andon.transport.tcp.ring_schedule import route
 from andon.transport.tcp.stream import Incoming, Outgoing
-
-INLINE: Final = 252
-CELL: Final = struct.Struct(f"<I{INLINE}s")
-"""A small message: its length and its first bytes."""
-LONGEST_MESSAGE: Final = 1 << 26
 
 
 class RingGroup(Group):
     """A rank of a ring over TCP."""
 
+    transport = "ring"
+
     def __init__(
-        self, rank: int, left: socket.socket, right: socket.socket, watch: Watch, form: type[Form]
+        self, rank: int, left: socket.socket, right: socket.socket, watch: Watch, form: type[Encoding]
     ) -> None:
         self.rank, self.world_size = rank, len(watch.peers) + 1
         self._left, self._right, self._watch = left, right, watch
         self._form, self._scratch = form, Scratch()
 
     @classmethod
-    def open(cls, rendezvous: Rendezvous, host: str, timeout: float, wire: Wire) -> RingGroup:
+    def open(cls, rendezvous: Rendezvous, settings: Settings) -> RingGroup:
         """Connect with both neighbours, and with everyone for the watch."""
-        rank, size, form = rendezvous.rank, rendezvous.world_size, form_for(wire)
+        rank, size, timeout = rendezvous.rank, rendezvous.world_size, settings.timeout
+        form = encoding_for(settings.wire)
         if size == 1:
             left, right = socket.socketpair()
             left.setblocking(False)
             return cls(rank, left, right, Watch({}, [left, right], timeout), form)
         with ExitStack() as undo:
-            door = Door(host, 0, size)
+            door = Door(settings.host, 0, size)
             undo.callback(door.close)
             words = rendezvous.exchange("ring", f"{door.address[0]} {door.address[1]} {door.token}")
 
@@ -94,33 +86,14 @@ class RingGroup(Group):
 
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
         with on_host(flat) as host:
-            self._circulate("all-gather", Exact(host, self._scratch), bounds, None, adds=False, gathers=True)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        cells = torch.zeros(self.world_size, CELL.size, dtype=torch.uint8)
-        cells[self.rank] = torch.frombuffer(bytearray(CELL.pack(len(data), data[:INLINE])), dtype=torch.uint8)
-        self.all_gather(cells.view(-1), range(0, CELL.size * (self.world_size + 1), CELL.size))
-        heads = [CELL.unpack(cell.numpy()) for cell in cells]
-        rests = [max(0, length - INLINE) for length, _ in heads]
-        if max(rests) > LONGEST_MESSAGE:
-            raise self._watch.refuse(rests.index(max(rests)), "its message is too long", "gather of bytes")
-        bounds = [0, *accumulate(rests)]
-        rest = torch.empty(bounds[-1], dtype=torch.uint8)
-        if bounds[-1]:
-            mine = slice(bounds[self.rank], bounds[self.rank + 1])
-            rest.numpy()[mine] = np.frombuffer(data[INLINE:], np.uint8)
-            self.all_gather(rest, bounds)
-        return [
-            start[:length] + rest.numpy()[lo:hi].tobytes()
-            for (length, start), lo, hi in zip(heads, bounds, bounds[1:], strict=False)
-        ]
+            self._circulate("all-gather", F32(host, self._scratch), bounds, None, adds=False, gathers=True)
 
     def close(self) -> None:
         self._watch.close()
         self._left.close()
         self._right.close()
 
-    def _own_sum(self, nodes: torch.Tensor, order: Order) -> Form:
+    def _own_sum(self, nodes: torch.Tensor, order: Order) -> Encoding:
         """The sum of my own rows, as it travels."""
         if nodes.dtype != torch.float32:
             raise ValueError(f"only float32 can be summed, not {nodes.dtype}")
@@ -128,13 +101,13 @@ class RingGroup(Group):
         if not rows:
             total.zero_()
         for row in rows[1:]:
-            serial.add(total.numpy(), row.numpy())
+            add(total.numpy(), row.numpy())
         return self._form(total, self._scratch)
 
     def _circulate(
         self,
         name: str,
-        form: Form,
+        form: Encoding,
         bounds: Sequence[int],
         order: Order | None,
         *,
@@ -168,7 +141,7 @@ class RingGroup(Group):
             out.ready = way.ready[index] + 1
 
         def sent(index: int) -> None:
-            if form.slotted:
+            if form.waits_in_buffer:
                 into.ready = way.room[index] + 1
 
         out = Outgoing(self._right, (rank + 1) % size, outgoing, sent, len(way.leaving) + 1)
@@ -177,7 +150,7 @@ class RingGroup(Group):
         sent(0)
         self._watch.begin(name)
         if size == 1:
-            form.alone()
+            form.round()
         self._watch.carry([into, out], name)
         self.bytes_sent += form.item_size * sum(hi - lo for lo, hi in way.leaving)
 

@@ -11,14 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from andon.transport.tcp.encoding import SLOTS, STRETCH, Span
-
-
-def check_bounds(bounds: Sequence[int], count: int, world_size: int) -> None:
-    """Refuse bounds that do not cut `count` elements into a part per rank."""
-    whole = len(bounds) == world_size + 1 and bounds[0] == 0 and bounds[-1] == count
-    if not whole or any(lo > hi for lo, hi in pairwise(bounds)):
-        raise ValueError(f"{list(bounds)} does not cut {count} elements into {world_size} parts")
+from andon.transport.tcp.encoding import BUFFERS, TILE_PIECES, Span
 
 
 class Route:
@@ -32,14 +25,17 @@ class Route:
         self.turns: list[int] = []  # in which round each piece arrives
         leaves_as: list[int] = []  # which leaving piece each arrived one becomes; -1: it stays
         longest = max(hi - lo for lo, hi in pairwise(bounds))
-        for start in range(0, longest, STRETCH * step):
+        for start in range(0, longest, TILE_PIECES * step):
             for turn, chunk in enumerate(chunks):
-                lo, hi = bounds[chunk] + start, min(bounds[chunk] + start + STRETCH * step, bounds[chunk + 1])
+                lo, hi = (
+                    bounds[chunk] + start,
+                    min(bounds[chunk] + start + TILE_PIECES * step, bounds[chunk + 1]),
+                )
                 spans = [(at, min(at + step, hi)) for at in range(lo, hi, step)]
                 leaves_as += self._add(turn, turn == len(chunks) - 1, spans)
         self.ready = _gates(self.sources, len(self.arriving))
         """How many pieces may leave once so many have arrived."""
-        self.room = _gates(([-1] * SLOTS + leaves_as)[: len(self.arriving)], len(self.leaving))
+        self.room = _gates(([-1] * BUFFERS + leaves_as)[: len(self.arriving)], len(self.leaving))
         """How many pieces may arrive once so many have left, if each waits in a slot for that."""
 
     def _add(self, turn: int, last: bool, spans: list[Span]) -> Sequence[int]:

@@ -13,10 +13,11 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Final
 
 from andon.transport.base import ProtocolError
+from andon.transport.tcp.frames import LENGTH, payload_length
 
 TRIES: Final = 10
 """How often to let others run and try again before sleeping: the next piece is often a moment away."""
@@ -142,6 +143,19 @@ class Listening(Incoming):
             pass
         except ProtocolError as error:
             raise FlowRefused(self, str(error)) from error
+
+
+def read_frame(limit: int) -> Generator[memoryview, None, bytearray]:
+    """A script that reads one frame of at most `limit` bytes and returns its payload."""
+    prefix = bytearray(LENGTH.size)
+    yield memoryview(prefix)
+    payload = bytearray(payload_length(prefix, limit))
+    yield memoryview(payload)
+    return payload
+
+
+def nothing(index: int) -> None:
+    """For a flow of which nobody needs to know what has moved."""
 
 
 def run(flows: Sequence[Flow], timeout: float) -> None:
