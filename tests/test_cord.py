@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from andon.engine.order import plan
+from andon.engine.order import make_order
 from andon.errors import UserError
 from andon.integrity.faults import parse
 from andon.integrity.halt import JidokaHalt
@@ -85,7 +85,7 @@ def injection(chance: random.Random, size: int) -> tuple[tuple[str, ...], int, s
     texts, expected = [], set()
     for rank in chance.sample(range(size), min(size, chance.choice([1, 1, 2]))):
         kind, parameter = chance.choice(["nan", "inf"]), chance.choice(PARAMETERS)
-        slot = chance.choice(plan(8, size).range_of(rank))
+        slot = chance.choice(make_order(8, size).range_of(rank))
         texts.append(f"{kind}:rank={rank},step={step},slot={slot},parameter={parameter}")
         expected.add((rank, slot, parameter, "NaN" if kind == "nan" else "Inf"))
     return tuple(texts), step, expected

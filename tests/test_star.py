@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from andon.engine.order import plan_ranges
+from andon.engine.order import order_of_ranges
 from andon.transport.base import GroupTimeout, PeerLost, ProtocolError, Settings, Wire
 from andon.transport.tcp.star import SERVER, StarGroup
 from andon.transport.tcp.star_server import StarServer
@@ -72,7 +72,7 @@ def test_a_server_ends_when_its_ranks_have_left_and_leaves_no_thread_behind() ->
 def test_owners_receive_long_sums_in_the_one_order_whoever_has_rows(
     shares: tuple[int, ...], wire: Wire
 ) -> None:
-    count, order = 600_001, plan_ranges(8, shares)
+    count, order = 600_001, order_of_ranges(8, shares)
     bounds = [0, 20_000, 20_000, count]
     leaves = [torch.randn(count, generator=torch.Generator().manual_seed(leaf)) for leaf in range(8)]
     leaves = leaves[: len(order.leaves)]

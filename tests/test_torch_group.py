@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from andon.engine.order import plan
+from andon.engine.order import make_order
 from andon.errors import UserError
 from andon.transport.base import Group, GroupTimeout, PeerLost, Settings, open_group
 from andon.transport.torch_dist import StoreRendezvous, TorchGroup
@@ -104,7 +104,7 @@ def test_a_group_that_made_its_process_group_destroys_it() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nccl_gives_the_sum_on_the_gpu() -> None:
-    order = plan(5, 1)
+    order = make_order(5, 1)
     with TorchGroup.open(Alone(), Settings(30.0), backend="nccl") as group:
         rows = torch.arange(10.0).cuda().reshape(1, 10)
         group.all_reduce(rows, order)

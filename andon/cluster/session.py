@@ -42,7 +42,7 @@ def open_configured(
 ) -> Group:
     """The group that the configuration asks for; torch is made to give the same bits every time first.
 
-    `host` is where this rank can be reached, `server` host, port and token of the gradient server (star)."""
+    `host` is where this rank can be reached, `server` host, port and token of a star's server."""
     settle(config.threads)
     address, token = ((str(server[0]), int(server[1])), str(server[2])) if server else (None, "")
     settings = Settings(config.group.timeout, config.group.wire, host, address, token)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from andon.engine.arena import CELL, Arena, Unit, give_room
-from andon.engine.order import Fold, plan
+from andon.engine.order import Fold, make_order
 from andon.optim.sharding import Ownership
 from andon.transport.base import Group
 
@@ -73,7 +73,7 @@ class Gradients:
         on_gradient: OnGradient | None = None,
     ) -> None:
         self.arena, self.group, self.ownership, self.on_gradient = arena, group, ownership, on_gradient
-        self.order = plan(slots, group.world_size)
+        self.order = make_order(slots, group.world_size)
         self.slots = self.order.range_of(group.rank)
         self.rows = _buffers(arena, group, self.order.rows(group.rank))
         self.total = self.rows[0]

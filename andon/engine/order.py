@@ -97,15 +97,15 @@ class Order:
 
 
 @lru_cache(maxsize=1024)
-def plan(slots: int, world_size: int) -> Order:
+def make_order(slots: int, world_size: int) -> Order:
     """The order of a step with `slots` slots on `world_size` ranks, each with a contiguous share of them."""
     if not 1 <= world_size <= slots:
         raise ValueError(f"{world_size} workers cannot share {slots} slots: each needs at least one")
-    return plan_ranges(slots, tuple(shares(slots, world_size)))
+    return order_of_ranges(slots, tuple(shares(slots, world_size)))
 
 
 @lru_cache(maxsize=1024)
-def plan_ranges(slots: int, bounds: tuple[int, ...]) -> Order:
+def order_of_ranges(slots: int, bounds: tuple[int, ...]) -> Order:
     """The order of a step in which rank r works on slots [bounds[r], bounds[r + 1])."""
     nodes = tuple(tuple(cover(lo, hi, slots)) for lo, hi in pairwise(bounds))
     leaf_of = {node: leaf for leaf, node in enumerate(node for own in nodes for node in own)}

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from andon.config.schema import Config
-from andon.engine.order import Order
-from andon.engine.order import plan as plan_order
+from andon.engine.order import Order, make_order
 from andon.model.shape import Shape
 from andon.optim.shard_map import MOMENT_BYTES, ShardMap
 from andon.transport.base import TRANSPORTS, Traffic
@@ -89,7 +88,7 @@ class Change:
 
 def make_plan(config: Config) -> Plan:
     """The arithmetic of a configuration."""
-    shape, order = config.shape, plan_order(config.train.slots, config.workers)
+    shape, order = config.shape, make_order(config.train.slots, config.workers)
     rows = max(order.rows(rank) for rank in range(config.workers))
     on_host = config.device != "cuda"
     memory = Memory(

@@ -21,7 +21,7 @@ from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from andon.engine.order import Order, plan, shares
+from andon.engine.order import Order, make_order, shares
 from andon.errors import UserError
 
 if TYPE_CHECKING:  # the launcher, the coordinator and the configuration read this file without torch
@@ -332,7 +332,7 @@ def rows_of(nodes: torch.Tensor, order: Order, rank: int) -> list[torch.Tensor]:
 
 def one_node_each(world_size: int) -> Order:
     """The order when every rank contributes one row."""
-    return plan(world_size, world_size)
+    return make_order(world_size, world_size)
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 The one order of addition needs every contribution in one place, so a reduce-scatter is an all-to-all of
 *parts* (each rank sends part j of each of its rows to rank j), after which every rank adds its own part in
-the order of `andon.engine.order`; with the all-gather that follows, the bytes are those of a ring. Everything
-goes point to point, because then a failure has a name: the operation that failed has one peer.
+the order of `andon.engine.order`; with the all-gather that follows, the bytes are those of a ring. All
+transfers are point to point, because then a failure names a peer: each transfer has exactly one.
 
 With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32; a plain all-gather moves
 what it is given, exactly.
@@ -39,8 +39,8 @@ from andon.transport.base import (
 )
 
 Transfer = tuple[int, torch.Tensor]
-Answer = tuple[int, Exception | None]  # of a peer: done, or what failed
-SMALL: Final = 64 << 10  # bytes up to which everyone adds up everything, which saves the all-gather
+Answer = tuple[int, Exception | None]  # a peer, and how its transfers failed
+SMALL_BYTES: Final = 64 << 10  # up to here every rank adds up everything, which saves the all-gather
 GRACE: Final = 0.3  # seconds that other transfers get to finish after one has failed
 
 
@@ -96,7 +96,7 @@ class TorchGroup(Group):
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         order = order or one_node_each(self.world_size)
         size = nodes.shape[-1]
-        if size * nodes.element_size() <= SMALL:
+        if size * nodes.element_size() <= SMALL_BYTES:
             self._reduce(nodes, [(0, size)] * self.world_size, order)
         else:
             bounds = shares(size, self.world_size)
@@ -104,7 +104,8 @@ class TorchGroup(Group):
             self._gather(first_row(nodes), bounds, self._wire_dtype(nodes))
 
     def _reduce(self, nodes: torch.Tensor, parts: Sequence[tuple[int, int]], order: Order) -> None:
-        """Give every rank its part of each of my rows; add up everyone's rows of my part."""
+        """Send every rank its part of each of this rank's rows, and add up everyone's rows of this rank's
+        part."""
         rows = rows_of(nodes, order, self.rank)
         dtype = self._wire_dtype(nodes)
         lo, hi = parts[self.rank]
@@ -139,7 +140,7 @@ class TorchGroup(Group):
                     part.copy_(buffer)
 
     def _exchange(self, sends: list[Transfer], receives: list[Transfer], operation: str) -> None:
-        """Do all transfers at once (those with myself and empty ones are none)."""
+        """Do all transfers at once; those to this rank itself and empty ones are skipped."""
         self.bytes_sent += sum(tensor.nbytes for peer, tensor in sends if peer != self.rank)
         ops = [
             (peer, dist.P2POp(way, tensor, self._peers[peer], self.process_group))
@@ -153,7 +154,7 @@ class TorchGroup(Group):
             self._exchange_by_peer(ops, operation)
 
     def _exchange_joined(self, ops: list[dist.P2POp], operation: str) -> None:
-        """NCCL joins the transfers into one, and does not say whose it is that failed."""
+        """NCCL merges the transfers into one and does not say which of them failed."""
         started = time.monotonic()
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
@@ -163,10 +164,10 @@ class TorchGroup(Group):
             self._wait_for(work, -1, operation, started)
 
     def _exchange_by_peer(self, ops: list[tuple[int, dist.P2POp]], operation: str) -> None:
-        """Wait for all peers at the same time: one may be lost while another, who knows, sends no more.
+        """Wait for all peers at the same time: while one is lost, another that knows of it sends no more.
 
-        After a failure the other transfers get a moment to finish, so that the peers they are with find out
-        for themselves who was lost.
+        After a failure the other transfers get a moment to finish, so that their peers find out by themselves
+        which rank was lost.
         """
         started = time.monotonic()
         answers: SimpleQueue[Answer] = SimpleQueue()
@@ -191,10 +192,12 @@ class TorchGroup(Group):
                 wait(peer, works)
             else:
                 threading.Thread(target=wait, args=(peer, works), daemon=True).start()
-        self._settle(answers, set(begun), operation, started)
+        self._collect(answers, set(begun), operation, started)
 
-    def _settle(self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float) -> None:
-        """Wait for an answer from everyone; raise the first failure, or who is silent when time is up."""
+    def _collect(
+        self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float
+    ) -> None:
+        """Wait for every peer; raise the first failure, or a timeout that names a silent peer."""
         failure: Exception | None = None
         until = started + self.timeout
         while silent:
@@ -206,7 +209,7 @@ class TorchGroup(Group):
             if error and not failure:
                 failure, until = error, time.monotonic() + GRACE
         seconds = time.monotonic() - started
-        # Who closes the connection just when time is up has given up on the one that is still silent.
+        # A peer that closes its connection at the deadline timed out waiting for the one still silent.
         if silent and seconds >= self.timeout:
             raise GroupTimeout(min(silent), operation, seconds)
         if failure:
@@ -214,7 +217,7 @@ class TorchGroup(Group):
 
     def _wait_for(self, work: dist.Work | None, peer: int, operation: str, started: float) -> None:
         assert work is not None, f"rank {self.rank} is not part of the process group"
-        # A timeout within Gloo closes the connections with everyone, so it comes after our own.
+        # A timeout within Gloo closes the connections to everyone, so ours comes first.
         left = max(0.001, started + self.timeout + GRACE - time.monotonic())
         try:
             work.wait(timedelta(seconds=left))
@@ -226,14 +229,14 @@ class TorchGroup(Group):
 
 
 class StoreRendezvous:
-    """Ranks that find each other through a torch store (torchrun's, or one of ours)."""
+    """A rendezvous in a torch store (torchrun's, or one of ours)."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self.store, self.rank, self.world_size, self.timeout = store, rank, world_size, timeout
         self._turn = 0
 
     def exchange(self, topic: str, mine: str) -> list[str]:
-        """Give my word on a topic and get everybody's, by rank; every rank asks in the same order."""
+        """Publish my value for a topic and get everybody's, by rank; all ranks ask in the same order."""
         started = time.monotonic()
         self._turn += 1
         keys = [f"andon/{self._turn}/{topic}/{rank}" for rank in range(self.world_size)]
@@ -253,7 +256,7 @@ class StoreRendezvous:
 
 
 def _failure(error: RuntimeError, peer: int, operation: str, started: float) -> GroupError:
-    # Gloo's own words, without its source file and its advice.
+    # Gloo's message, without its source file and its advice.
     text = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0]).split(". This is typically")[0]
     kind = GroupTimeout if "time" in text.lower() and "out" in text.lower() else PeerLost
     return kind(peer, operation, time.monotonic() - started, text)

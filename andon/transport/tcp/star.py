@@ -20,9 +20,9 @@ import torch
 
 from andon.engine.order import Order
 from andon.transport.base import Group, Rendezvous, Settings, check_bounds, first_row, one_node_each, rows_of
-from andon.transport.tcp.connect import knock
+from andon.transport.tcp.connect import connect
 from andon.transport.tcp.encoding import F32, Encoding, Scratch, encoding_for, on_host
-from andon.transport.tcp.failure_detector import Watch
+from andon.transport.tcp.failure_detector import FailureDetector
 from andon.transport.tcp.frames import Hello, announcement
 from andon.transport.tcp.star_pipeline import cut, is_source, is_target
 from andon.transport.tcp.stream import Incoming, Outgoing, nothing
@@ -37,10 +37,15 @@ class StarGroup(Group):
     transport = "star"
 
     def __init__(
-        self, rank: int, world_size: int, data: socket.socket, watch: Watch, encoding: type[Encoding]
+        self,
+        rank: int,
+        world_size: int,
+        data: socket.socket,
+        detector: FailureDetector,
+        encoding: type[Encoding],
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._data, self._watch = data, watch
+        self._data, self._detector = data, detector
         self._encoding, self._scratch = encoding, Scratch()
 
     @classmethod
@@ -50,11 +55,13 @@ class StarGroup(Group):
             raise ValueError("transport 'star' needs the address of its server")
         rank, size, timeout = rendezvous.rank, rendezvous.world_size, settings.timeout
         with ExitStack() as undo:
-            data = knock(settings.server, SERVER, Hello(rank, size, "data", settings.token), timeout)
+            data = connect(settings.server, SERVER, Hello(rank, size, "data", settings.token), timeout)
             undo.callback(data.close)
-            link = knock(settings.server, SERVER, Hello(rank, size, "watch", settings.token), timeout)
+            link = connect(settings.server, SERVER, Hello(rank, size, "heartbeat", settings.token), timeout)
             undo.pop_all()
-        return cls(rank, size, data, Watch({SERVER: link}, [data], timeout), encoding_for(settings.wire))
+        return cls(
+            rank, size, data, FailureDetector({SERVER: link}, [data], timeout), encoding_for(settings.wire)
+        )
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self._reduce("all-reduce", nodes, (0, nodes.shape[-1]), order)
@@ -71,7 +78,7 @@ class StarGroup(Group):
             self._operate("all-gather", [whole], whole, [size * bound for bound in bounds], None)
 
     def close(self) -> None:
-        self._watch.close()
+        self._detector.close()
         self._data.close()
 
     def _reduce(
@@ -110,13 +117,13 @@ class StarGroup(Group):
         def arrived(index: int) -> None:
             into.arrived(to_receive[index], index, False, False)
 
-        self._watch.begin(operation)
+        self._detector.begin(operation)
         self.bytes_sent += len(rows) * into.item_size * sum(hi - lo for lo, hi in to_send)
-        self._watch.carry(
+        self._detector.run(
             [
                 Incoming(self._data, SERVER, incoming, arrived, len(to_receive)),
                 Outgoing(self._data, SERVER, outgoing, nothing, 1 + len(to_send) * len(rows)),
             ],
             operation,
-            patience=self._watch.timeout / 2,
+            patience=self._detector.timeout / 2,
         )

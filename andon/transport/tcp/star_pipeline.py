@@ -27,7 +27,7 @@ import torch
 
 from andon.engine.order import Order
 from andon.transport.tcp.encoding import PIECE_ELEMENTS, add_up, convert
-from andon.transport.tcp.stream import Flow, Incoming, Outgoing
+from andon.transport.tcp.stream import Incoming, Outgoing, Stream
 
 WINDOW: Final = 2
 ITEM_BYTES: Final = {"float32": 4, "bf16": 2, "uint8": 1}
@@ -101,13 +101,13 @@ class Pipeline:
         self._arriving: list[tuple[Incoming, list[int]]] = []
         self._leaving: list[tuple[Outgoing, list[int]]] = []
 
-    def flows(self, sockets: Sequence[socket.socket]) -> list[Flow]:
+    def streams(self, sockets: Sequence[socket.socket]) -> list[Stream]:
         """The streams that move the pieces."""
         for rank, sock in enumerate(sockets):
             self._receive_from(rank, sock)
             self._send_to(rank, sock)
         self._open_window()
-        return [flow for flow, _ in self._arriving + self._leaving]
+        return [stream for stream, _ in self._arriving + self._leaving]
 
     def _receive_from(self, rank: int, sock: socket.socket) -> None:
         leaves = [leaf for leaf, (source, _) in enumerate(self._leaves) if source == rank]
@@ -124,8 +124,8 @@ class Pipeline:
             if self._missing[index] == 0:
                 self._complete(index)
 
-        flow = Incoming(sock, rank, lambda item: self._bytes(*items[item]), arrived, len(items))
-        self._arriving.append((flow, [index for index, _ in items]))
+        stream = Incoming(sock, rank, lambda item: self._bytes(*items[item]), arrived, len(items))
+        self._arriving.append((stream, [index for index, _ in items]))
 
     def _send_to(self, rank: int, sock: socket.socket) -> None:
         items = [index for index, piece in enumerate(self._pieces) if is_target(self._operation, piece, rank)]
@@ -136,17 +136,17 @@ class Pipeline:
             self._unsent[items[item]] -= 1
             self._open_window()
 
-        flow = Outgoing(sock, rank, lambda item: self._bytes(items[item], 0), sent, len(items))
-        flow.ready = 0
-        self._leaving.append((flow, items))
+        stream = Outgoing(sock, rank, lambda item: self._bytes(items[item], 0), sent, len(items))
+        stream.ready = 0
+        self._leaving.append((stream, items))
 
     def _complete(self, index: int) -> None:
         """Every leaf of a piece has arrived: add them up and release the result."""
         size = self._pieces[index].hi - self._pieces[index].lo
         self._buffers.add_up(index % WINDOW, size, self._adds, self._kind)
-        for flow, items in self._leaving:
-            while flow.ready < len(items) and self._missing[items[flow.ready]] == 0:
-                flow.ready += 1
+        for stream, items in self._leaving:
+            while stream.ready < len(items) and self._missing[items[stream.ready]] == 0:
+                stream.ready += 1
         self._open_window()
 
     def _open_window(self) -> None:
@@ -157,8 +157,8 @@ class Pipeline:
             and self._unsent[self._finished] == 0
         ):
             self._finished += 1
-        for flow, items in self._arriving:
-            flow.ready = bisect_left(items, self._finished + WINDOW)
+        for stream, items in self._arriving:
+            stream.ready = bisect_left(items, self._finished + WINDOW)
 
     def _bytes(self, index: int, leaf: int) -> memoryview:
         size = self._pieces[index].hi - self._pieces[index].lo

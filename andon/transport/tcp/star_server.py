@@ -12,13 +12,13 @@ from collections.abc import Generator
 from contextlib import suppress
 from typing import Final
 
-from andon.engine.order import plan_ranges
+from andon.engine.order import order_of_ranges
 from andon.transport.base import ProtocolError, are_bounds
-from andon.transport.tcp.connect import Door
-from andon.transport.tcp.failure_detector import Watch
+from andon.transport.tcp.connect import Acceptor
+from andon.transport.tcp.failure_detector import FailureDetector
 from andon.transport.tcp.frames import Operation, decode
 from andon.transport.tcp.star_pipeline import Pipeline, PipelineBuffers
-from andon.transport.tcp.stream import Listening, read_frame
+from andon.transport.tcp.stream import MessageReader, read_frame
 
 LONGEST_ANNOUNCEMENT: Final = 1 << 20
 MOST_SLOTS: Final = 1 << 20
@@ -34,8 +34,8 @@ class StarServer:
 
     def __init__(self, bind: tuple[str, int], world_size: int, timeout: float, token: str = "") -> None:
         self.world_size, self.timeout = world_size, timeout
-        self._door = Door(*bind, world_size, token)
-        self.address = self._door.address
+        self._acceptor = Acceptor(*bind, world_size, token)
+        self.address = self._acceptor.address
         self._closed = False
         self._buffers = PipelineBuffers(1)
         self._sockets: list[socket.socket] = []
@@ -43,34 +43,36 @@ class StarServer:
     def serve(self) -> None:
         """Wait for the ranks and serve them until all have left; raises what breaks the group."""
         ranks = range(self.world_size)
-        places = {(channel, rank) for channel in ("data", "watch") for rank in ranks}
+        places = {(channel, rank) for channel in ("data", "heartbeat") for rank in ranks}
         try:
-            came = self._door.accept(places, self.timeout)
+            came = self._acceptor.accept(places, self.timeout)
         except OSError:
             if not self._closed:
                 raise
             return
         finally:
-            self._door.close()
+            self._acceptor.close()
         self._sockets = [came["data", rank] for rank in ranks]
-        watch = Watch({rank: came["watch", rank] for rank in ranks}, self._sockets, self.timeout)
+        detector = FailureDetector(
+            {rank: came["heartbeat", rank] for rank in ranks}, self._sockets, self.timeout
+        )
         try:
-            while self._someone_begins(watch):
-                self._operate(watch)
+            while self._someone_begins(detector):
+                self._operate(detector)
         finally:
-            watch.close()
+            detector.close()
             for sock in self._sockets:
                 sock.close()
 
     def close(self) -> None:
         """Make `serve` end; safe to call twice, and from another thread."""
         self._closed = True
-        self._door.interrupt()
+        self._acceptor.interrupt()
         for sock in self._sockets:
             with suppress(OSError):  # the peer may have closed it first
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _someone_begins(self, watch: Watch) -> bool:
+    def _someone_begins(self, detector: FailureDetector) -> bool:
         """Wait, without a deadline, until a rank begins an operation; False when all have left."""
         poll = select.poll()
         waiting = {sock.fileno(): rank for rank, sock in enumerate(self._sockets)}
@@ -84,24 +86,24 @@ class StarServer:
                     return True
                 if self._closed:
                     return False
-                if not watch.has_left(rank):
-                    raise watch.lost(rank, "waiting for an operation", 0.0, "its connection was closed")
+                if not detector.has_left(rank):
+                    raise detector.lost(rank, "waiting for an operation", 0.0, "its connection was closed")
                 poll.unregister(descriptor)
                 del waiting[descriptor]
         return False
 
-    def _operate(self, watch: Watch) -> None:
-        operation = self._announced(watch)
-        watch.begin(operation.name)
+    def _operate(self, detector: FailureDetector) -> None:
+        operation = self._announced(detector)
+        detector.begin(operation.name)
         reduces = operation.name != "all-gather"
-        order = plan_ranges(operation.slots, operation.shares) if reduces else None
+        order = order_of_ranges(operation.slots, operation.shares) if reduces else None
         leaves = len(order.leaves) if order else 1
         if self._buffers.leaves < leaves:
             self._buffers = PipelineBuffers(leaves)
         pipeline = Pipeline(operation.name, operation.bounds, operation.wire, order, self._buffers)
-        watch.carry(pipeline.flows(self._sockets), operation.name)
+        detector.run(pipeline.streams(self._sockets), operation.name)
 
-    def _announced(self, watch: Watch) -> Operation:
+    def _announced(self, detector: FailureDetector) -> Operation:
         """The operation that every rank announces."""
         announced: dict[int, Operation] = {}
 
@@ -109,13 +111,14 @@ class StarServer:
             payload = yield from read_frame(LONGEST_ANNOUNCEMENT)
             announced[rank] = checked_operation(bytes(payload), self.world_size)
 
-        watch.carry(
-            [Listening(sock, rank, read(rank)) for rank, sock in enumerate(self._sockets)], "an announcement"
+        detector.run(
+            [MessageReader(sock, rank, read(rank)) for rank, sock in enumerate(self._sockets)],
+            "an announcement",
         )
         usual, _ = Counter(announced.values()).most_common(1)[0]
         for rank, operation in announced.items():
             if operation != usual:
-                raise watch.refuse(rank, f"it announced {operation}, others {usual}", "an announcement")
+                raise detector.refuse(rank, f"it announced {operation}, others {usual}", "an announcement")
         return usual
 
 
