@@ -51,7 +51,7 @@ def clean_digests(group: Group, tokens: Path) -> list[str]:
     for _ in range(STEPS):
         trainer.train_step()
         found.append(digest(trainer))
-    trainer.gradients.close()
+    trainer.close()
     return found
 
 
@@ -66,7 +66,7 @@ def run_to_halt(
     except JidokaHalt as halt:
         return halt.fields(), digest(trainer)
     finally:
-        trainer.gradients.close()
+        trainer.close()
     raise AssertionError(f"{faults} did not halt")
 
 
@@ -160,13 +160,13 @@ def passing_fault(group: Group, tokens: Path, culprit: int, at: int) -> dict[str
             gradient.view(-1)[at] = float("nan")
             seen.append(slot)
 
-    trainer.gradients.on_gradient = spoil
+    trainer.model.gradients.on_gradient = spoil
     try:
         trainer.train_step()
     except JidokaHalt as halt:
         return halt.fields()
     finally:
-        trainer.gradients.close()
+        trainer.close()
     raise AssertionError("nothing halted")
 
 
@@ -185,8 +185,8 @@ def clean_steps(group: Group, tokens: Path, count: int) -> int:
     trainer = make_trainer(group, tokens, small_config(train__steps=count))
     for _ in range(count):
         trainer.train_step()
-    trainer.gradients.close()
-    return trainer.step
+    trainer.close()
+    return trainer.progress.step
 
 
 @pytest.mark.soak
@@ -199,8 +199,8 @@ def skipping(group: Group, tokens: Path, faults: tuple[str, ...]) -> tuple[str, 
     trainer = make_trainer(group, tokens, small_config(fault=faults, on_nonfinite="skip"))
     for _ in range(STEPS):
         trainer.train_step()
-    trainer.gradients.close()
-    return digest(trainer), trainer.skipped, trainer.step
+    trainer.close()
+    return digest(trainer), trainer.progress.skipped, trainer.progress.step
 
 
 def test_skip_drops_the_step_on_every_rank_alike(tokens: Path) -> None:

@@ -17,6 +17,8 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 Node = tuple[int, int]
+Merges = tuple[tuple[int, int], ...]
+"""(a, b): row b is added into row a."""
 
 
 class Addable(Protocol):
@@ -57,7 +59,7 @@ class Fold:
     slot: int
     row: int
     accumulate: bool
-    merges: tuple[tuple[int, int], ...]
+    merges: Merges
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, Final
 from andon.config.schema import Config
 from andon.engine.order import Order, make_order
 from andon.model.shape import Shape
-from andon.optim.shard_map import MOMENT_BYTES, ShardMap
+from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic
 
 PROGRAM: Final = 184_000_000
@@ -29,6 +29,8 @@ LIBRARIES: Final = 110_000_000
 """Pages of libraries in use, which all workers of a machine share."""
 ALLOCATOR: Final = 1.4
 """What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
+MOMENT_BYTES: Final = 2 * 4
+"""AdamW keeps two f32 moments for each parameter."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,8 @@ def owned(config: Config) -> int:
     if policy == "even":
         return -(-shape.parameters * replicas // workers)
     others = [shape.hidden] + [shape.vocab * shape.hidden] * (1 if shape.tied else 2)
-    make = ShardMap.round_robin if policy == "round_robin" else ShardMap.contiguous
-    shards = make([shape.block_parameters] * shape.layers, others, workers)
-    own = [shards.parameters_of(rank) for rank in range(workers)]
+    assert policy != "auto", "a plan is made of a configuration without open choices"
+    own = UnitOwners.of(policy, [shape.block_parameters] * shape.layers, others, workers).parameters
     return max(sum(own[rank - back] for back in range(replicas)) for rank in range(workers))
 
 
