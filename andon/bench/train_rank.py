@@ -26,8 +26,7 @@ from andon.engine.trainer import IntArray, StepSettings, Trainer
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
 from andon.optim.sharding import Zero
-from andon.transport import open_group
-from andon.transport.base import Group
+from andon.transport.base import Group, open_group
 from andon.transport.torch_dist import StoreRendezvous
 
 LR = 1e-4
