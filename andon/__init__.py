@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["DataParallel", "JidokaHalt", "join"]
+from andon.version import VERSION as __version__
+
+__all__ = ["DataParallel", "JidokaHalt", "__version__", "join"]
 
 if TYPE_CHECKING:
     from andon.engine.parallel import DataParallel, join

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import andon
 from andon.errors import UserError
 from andon.transport.base import GroupError
+from andon.version import VERSION
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +63,7 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
     if version:
-        typer.echo(f"andon {andon.__version__}")
+        typer.echo(f"andon {VERSION}")
         raise typer.Exit
 
 
@@ -125,7 +125,7 @@ def coordinator(
 @app.command()
 def worker(address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator.")]) -> None:
     """Join a coordinator: the configuration comes from it, the data is prepared here and compared."""
-    from andon.cluster.join import join_run
+    from andon.cluster.worker import join_run
 
     sys.exit(join_run(*_address(address), _console()))
 
@@ -133,10 +133,9 @@ def worker(address: Annotated[str, typer.Argument(help="HOST:PORT of the coordin
 @app.command(context_settings=ANY)
 def prepare(context: typer.Context) -> None:
     """Tokenize CORPUS… into the cache without training."""
-    from andon.run.prepare import prepare_tokens, show_tokens
+    from andon.commands.data import show_corpus
 
-    console = _console()
-    show_tokens(prepare_tokens(_config(context.args), console), console)
+    show_corpus(_config(context.args), _console())
 
 
 @app.command(context_settings=ANY)
@@ -333,7 +332,7 @@ def data_show(
     windows: Annotated[str, typer.Option(help="Window numbers, as a halt names them: 12,480")],
 ) -> None:
     """Print the text of training windows."""
-    from andon.run.prepare import show_windows
+    from andon.commands.data import show_windows
 
     show_windows(run, _numbers("--windows", windows), _console())
 

@@ -10,7 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.config.load import DEFAULTS, build, keys, load, parse_arguments
+from andon.config.load import build, keys, load, parse_arguments
+from andon.config.presets import DEFAULTS
 from andon.errors import UserError
 from andon.model.shape import SHAPES
 

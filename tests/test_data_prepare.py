@@ -179,9 +179,9 @@ def test_without_pyarrow_the_error_says_what_to_install(
 def test_every_document_ends_with_the_end_token(folder: Path, tmp_path: Path) -> None:
     made = prepare(in_bytes(folder), tmp_path / "cache")
     expected = [id for text in ["one\n", "two", "thrée", "four", "five"] for id in [*text.encode(), END]]
-    assert made.read(0, made.tokens).tolist() == expected
+    assert made.read(0, made.token_count).tolist() == expected
     assert (made.vocab_size, made.meta["documents"], made.meta["replaced"]) == (257, 5, 0)
-    assert made.bytes_per_token == (made.tokens - 5) / made.tokens
+    assert made.bytes_per_token == (made.token_count - 5) / made.token_count
     assert made.meta["source"] == "a.txt, b.jsonl, c.parquet"
     made.verify()
 
@@ -190,7 +190,7 @@ def test_the_built_in_stories_are_learned_and_told_again(tmp_path: Path) -> None
     corpus = Corpus(vocab_size=500, stories_count=200, stories_seed=3)
     made = prepare(corpus, tmp_path)
     tokenizer = made.tokenizer()
-    told = tokenizer.decode(made.read(0, made.tokens).tolist()).split("<|endoftext|>")
+    told = tokenizer.decode(made.read(0, made.token_count).tolist()).split("<|endoftext|>")
     assert told == [*stories(3, 200), ""]
     assert made.vocab_size == tokenizer.vocab_size == 500
     assert prepare(corpus, tmp_path).digest == made.digest
@@ -212,7 +212,7 @@ def test_a_vocabulary_above_65536_takes_four_bytes_a_token(folder: Path, tmp_pat
     (folder / "a.txt").write_text("one<last>")
     made = prepare(Corpus((str(folder / "a.txt"),), str(tmp_path)), tmp_path / "cache")
     assert (made.meta["dtype"], made.vocab_size) == ("<u4", 70_001)
-    assert made.read(0, made.tokens).tolist() == [*b"one", 70_000, END]
+    assert made.read(0, made.token_count).tolist() == [*b"one", 70_000, END]
 
 
 def test_reads_cross_shard_boundaries(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_text_that_grows_meanwhile_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="changed while it was being tokenized"):
         prepare(in_bytes(file), tmp_path / "cache", grow)
-    assert prepare(in_bytes(file), tmp_path / "cache").tokens == 12
+    assert prepare(in_bytes(file), tmp_path / "cache").token_count == 12
 
 
 def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:

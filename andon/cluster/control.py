@@ -2,11 +2,11 @@
 
 One frame per message (tag 0x10, then a JSON object with its `kind`). The dialogue:
   worker       hello    "here I am: this version, host and process"
-  coordinator  plan     "this is the whole configuration, and the digest of the data"
+  coordinator  job      "this is the whole configuration, and the digest of the data"
   worker       ready    "I have data with this digest"
   coordinator  welcome  "you are this rank of so many"   (or refused, with the reason, at any point before)
-  worker       word     "on this topic I say …"        (addresses, when a group is formed)
-  coordinator  words    "everyone has spoken: …"
+  worker       value    "my value for this topic is …"   (the rendezvous: addresses, when a group is formed)
+  coordinator  values   "these are the values of all ranks"
   worker       event    "this happened" (see andon.run.events)
   worker       failed   "I must stop, and this is why"
   coordinator  stop     "save and leave after this step"

@@ -8,27 +8,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from andon.config.schema import Config, ModelConfig, Preset
+from andon.config.presets import with_preset
+from andon.config.schema import Config
 from andon.errors import UserError
-from andon.model.shape import SHAPES
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "train": {"steps": 700, "slots": 4, "micro_batch": 4},
-        "optim": {"lr": 4e-3, "warmup": 40, "final_lr": 0.05},
-        "eval": {"every": 200, "sample_every": 5.0},
-        "checkpoint": {"every": 200},
-    },
-    "30m": {"train": {"micro_batch": 4}, "optim": {"lr": 1e-3}},
-    "124m": {"train": {"slots": 16}, "optim": {"lr": 6e-4, "warmup": 500}},
-    "350m": {"train": {"slots": 32}, "optim": {"lr": 4e-4, "warmup": 1_000}},
-    "1b": {"train": {"slots": 64, "micro_batch": 4}, "optim": {"lr": 3e-4, "warmup": 2_000}},
-}
 
 
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -51,7 +38,7 @@ def build(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
             )
         target[name] = value
     try:
-        return Config.model_validate(_with_preset(nested))
+        return Config.model_validate(with_preset(nested))
     except ValidationError as error:
         raise _explain(error) from None
 
@@ -78,28 +65,6 @@ def check_key(key: str) -> None:
     near = (by_last_word or difflib.get_close_matches(key, known, n=3, cutoff=0.5))[:3]
     hint = f"Did you mean {' or '.join(near)}?" if near else "No key has a similar name"
     raise UserError(f"There is no configuration key '{key}'", hint, "`andon config show` lists all keys")
-
-
-def _with_preset(nested: dict[str, Any]) -> dict[str, Any]:
-    model = nested.get("model", {})
-    preset = model.get("preset", "tiny") if isinstance(model, dict) else "tiny"
-    if not isinstance(preset, str) or preset not in SHAPES:
-        allowed = ", ".join(get_args(Preset))
-        raise UserError(
-            f"model.preset = {preset!r} is not a preset", f"Presets: {allowed}", "Choose one of these"
-        )
-    shape = SHAPES[preset]
-    defaults = {
-        "model": {name: getattr(shape, name) for name in ModelConfig.model_fields if name != "preset"},
-        "train": {"context": shape.context},
-    }
-    result = dict(nested)
-    for source in (DEFAULTS[preset], defaults):
-        for section, values in source.items():
-            given = result.get(section, {})
-            if isinstance(given, dict):
-                result[section] = {**values, **given}
-    return result
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

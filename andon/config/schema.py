@@ -147,7 +147,7 @@ class ZeroConfig(Section):
     replicas: Literal[1, 2] = 1
     """On how many ranks each part of the state is kept."""
 
-    def settled(self, transport: str) -> Literal["off", "even", "round_robin", "contiguous"]:
+    def resolve(self, transport: str) -> Literal["off", "even", "round_robin", "contiguous"]:
         """The policy over a transport."""
         if self.policy != "auto":
             return self.policy
@@ -227,7 +227,7 @@ class Config(Section):
         """The configuration with every `auto` settled but that of the device."""
         transport = auto if self.group.transport == "auto" else self.group.transport
         group = self.group.model_copy(update={"transport": transport})
-        zero = self.zero.model_copy(update={"policy": self.zero.settled(transport)})
+        zero = self.zero.model_copy(update={"policy": self.zero.resolve(transport)})
         return self.model_copy(update={"group": group, "zero": zero})
 
     def on_this_machine(self) -> Config:
@@ -237,7 +237,7 @@ class Config(Section):
         )
 
     @property
-    def answer(self) -> str:
+    def determinism_key(self) -> str:
         """Everything that the final weights depend on besides the data, whatever the workers."""
         keys = dict.fromkeys(("seed", "model", "train", "optim", "on_nonfinite", "max_skips"), True)
         return self.model_dump_json(include={**keys, "data": {"validation"}})

@@ -22,7 +22,7 @@ class Tokens(Protocol):
     """A long row of tokens."""
 
     @property
-    def tokens(self) -> int: ...
+    def token_count(self) -> int: ...
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]: ...
 
@@ -40,15 +40,15 @@ class Batches:
             micro_batch,
             context,
         )
-        windows = max(0, (source.tokens - 1) // context)
+        windows = max(0, (source.token_count - 1) // context)
         self.every = max(2, round(1 / validation)) if validation and windows > 1 else 0
         self.held_out = windows // self.every if self.every else 0
         self.training = windows - self.held_out
         if not windows:
             raise UserError(
-                f"The corpus has {source.tokens:,} tokens, fewer than one window of {context + 1:,}",
+                f"The corpus has {source.token_count:,} tokens, fewer than one window of {context + 1:,}",
                 "train.context is longer than the text",
-                f"Give more text, or --train.context {max(1, source.tokens // 4)}",
+                f"Give more text, or --train.context {max(1, source.token_count // 4)}",
             )
 
     def windows(self, step: int, slot: int) -> list[int]:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from secrets import token_hex
-from socket import gethostname
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from andon.data.token_set import FORMAT, TokenSet
 from andon.data.tokenizer import Tokenizer, sample
 from andon.errors import UserError
 from andon.files import sync
+from andon.machine import machine_id
 
 SHARD_TOKENS = 128 << 20
 BATCH_BYTES = 1 << 20
@@ -244,14 +244,8 @@ def _remove_stale(cache: Path) -> None:
 
 
 def _machine() -> str:
-    """The reach of a process id: one boot of one host, one container."""
-    marks = [gethostname()]
-    if Path("/proc/self/ns/pid").exists():
-        marks += [
-            Path("/proc/sys/kernel/random/boot_id").read_text(),
-            str(Path("/proc/self/ns/pid").readlink()),
-        ]
-    return blake3("\n".join(marks).encode()).hexdigest(length=6)
+    """The machine's id, as part of a file name."""
+    return blake3(machine_id().encode()).hexdigest(length=6)
 
 
 def _alive(pid: int) -> bool:

@@ -22,6 +22,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from andon.errors import UserError
+from andon.files import write_whole
 
 PIECE = 1 << 16
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -211,9 +212,7 @@ def digests(files: Sequence[Path], index: Path, progress: Progress) -> list[str]
             settled[mark] = found[-1]
     if settled != known:
         with suppress(OSError):  # a cache that cannot be written is reported when tokens are to be written
-            fresh = index.with_name(f".{index.name}.{os.getpid()}")
-            fresh.write_text(json.dumps(settled, indent=1))
-            fresh.replace(index)
+            write_whole(index, json.dumps(settled, indent=1))
     return found
 
 

@@ -25,7 +25,7 @@ class TokenSet:
 
     def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
         self.folder, self.meta = folder, meta
-        self.tokens: int = meta["tokens"]
+        self.token_count: int = meta["tokens"]
         self.vocab_size: int = meta["vocab_size"]
         self.bytes_per_token: float = meta["bytes"] / meta["tokens"]
         self.digest: str = meta["digest"]
@@ -63,7 +63,7 @@ class TokenSet:
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Tokens [start, start + count)."""
-        assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
+        assert 0 <= start <= start + count <= self.token_count, (start, count, self.token_count)
         out = np.empty(count, np.int64)
         done = 0
         while done < count:

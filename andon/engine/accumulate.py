@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from andon.engine.arena import CELL, Arena, Unit, give_room
+from andon.engine.arena import CELL, Arena, Unit, set_grad_out
 from andon.engine.order import Fold, plan
 from andon.optim.sharding import Ownership
 from andon.transport.base import Group
@@ -124,7 +124,7 @@ class Gradients:
         for name, parameter in self.arena.parameters.items():
             view = self.views[fold.row][name]
             parameter.grad = view if fold.accumulate else None
-            give_room(parameter, None if fold.accumulate else view)
+            set_grad_out(parameter, None if fold.accumulate else view)
         self._broken = True
         loss.backward()  # type: ignore[no-untyped-call]
         self._backward.complete()
@@ -195,7 +195,7 @@ class Gradients:
         self._inspection = (slot, look)
         for parameter in self.arena.parameters.values():
             parameter.grad = None
-            give_room(parameter, None)
+            set_grad_out(parameter, None)
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:

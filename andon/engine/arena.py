@@ -128,7 +128,7 @@ class Arena:
             view.copy_(parameter.data)
             parameter.data, parameter.grad = view, None
             parameter.grad_dtype = torch.float32
-            give_room(parameter, None)
+            set_grad_out(parameter, None)
 
     def zeros(self, size: int) -> Tensor:
         """A flat buffer of floats beside the weights."""
@@ -144,10 +144,10 @@ def _common_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
     return next(iter(by_dtype))
 
 
-def give_room(parameter: nn.Parameter, room: Tensor | None) -> None:
-    """Say where the gradient of a parameter may be written instead of into fresh memory; None: nowhere. A
-    layer that can do so (`andon.model.layers`) uses the room once."""
-    parameter.gradient_room = room  # type: ignore[attr-defined]
+def set_grad_out(parameter: nn.Parameter, out: Tensor | None) -> None:
+    """Set where the gradient of a parameter may be written instead of into fresh memory; None: nowhere. A
+    layer that can do so (`andon.model.layers`) uses it once."""
+    parameter.grad_out = out  # type: ignore[attr-defined]
 
 
 def round_up(count: int, grain: int) -> int:

@@ -55,7 +55,7 @@ class Trainer:
             self.model.compile_blocks()
         self.faults = Faults(config.fault, group.rank)
         settings = Settings(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
-        zero = Zero(config.zero.settled(config.group.transport), config.zero.replicas)
+        zero = Zero(config.zero.resolve(config.group.transport), config.zero.replicas)
         on_gradient = self._poison if config.fault else None
         self.parallel = DataParallel(self.model, group, train.slots, settings, zero, on_gradient)
         self.arena, self.gradients = self.parallel.arena, self.parallel.gradients
@@ -135,7 +135,7 @@ class Trainer:
 
     def facts(self, step: int) -> str:
         """What the ranks must agree on besides their bits: step, learning rate, configuration, data."""
-        return f"{step} {self.learning_rate(step)} {self.config.answer} {self.tokens.digest}"
+        return f"{step} {self.learning_rate(step)} {self.config.determinism_key} {self.tokens.digest}"
 
     def batch(self, step: int, slot: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a slot, on the device."""

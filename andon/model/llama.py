@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from andon.model.layers import Embedding, Linear, full
+from andon.model.layers import Embedding, Linear, as_f32
 from andon.model.shape import Shape
 
 
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), full(self.weight), self.eps)
+        return F.rms_norm(x, (x.shape[-1],), as_f32(self.weight), self.eps)
 
 
 class Attention(nn.Module):

@@ -15,13 +15,12 @@ from andon.checkpoint.listing import checkpoint_path, should_save
 from andon.checkpoint.saver import BEAT, Saver
 from andon.checkpoint.snapshot import Snapshot
 from andon.checkpoint.store import Store, weights_blake3
-from andon.data import stories
 from andon.engine.accumulate import Totals
 from andon.engine.trainer import Trainer
 from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt
 from andon.run import evaluate as evaluation
-from andon.run.events import Emit, Event, event
+from andon.run.events import Emit, Event, event, ignore
 from andon.run.folder import read_mark
 from andon.transport.base import Group, GroupError
 
@@ -37,7 +36,7 @@ class Run:
         self.trainer, self.transport = trainer, trainer.config.group.transport
         self.config, self.group = trainer.config, trainer.group
         self.leads = self.group.rank == 0
-        self.emit: Emit = emit if self.leads else _nothing
+        self.emit: Emit = emit if self.leads else ignore
         self.tokenizer = trainer.tokens.tokenizer()
         self.saver = self._make_saver()
         self.overdue = -1
@@ -172,15 +171,14 @@ class Run:
 
     def story_score(self) -> evaluation.StoryScore:
         """The valid share of sampled stories, and how many of them the training text holds."""
-        training = set(stories.stories(self.config.seed, self.config.data.stories))
         samples = self.write(self.config.eval.stories, self.config.seed)
-        return evaluation.story_score(samples, training.__contains__)
+        return evaluation.story_score(samples, self.config.seed, self.config.data.stories)
 
     def floor(self) -> float | None:
         """The least loss that the built-in stories allow: the grammar's entropy per token."""
         if not self.on_stories:
             return None
-        return stories.entropy() * self.config.data.stories / self.trainer.tokens.tokens
+        return evaluation.loss_floor(self.config.data.stories, self.trainer.tokens.token_count)
 
     def write(self, count: int, seed: int) -> list[str]:
         """Sample texts from the model as it is."""
@@ -241,7 +239,3 @@ def while_others_wait(group: Group, work: Callable[[], T]) -> T | None:
             group.all_gather_bytes(BUSY)
     group.all_gather_bytes(b"")
     return task.result()
-
-
-def _nothing(said: Event) -> None:
-    """Only rank 0 speaks."""

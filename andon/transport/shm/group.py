@@ -28,6 +28,7 @@ import torch
 
 from andon.engine.order import Order, shares
 from andon.errors import UserError
+from andon.machine import machine_id
 from andon.transport.base import (
     Group,
     GroupError,
@@ -39,7 +40,7 @@ from andon.transport.base import (
     rows_of,
 )
 from andon.transport.shm.barrier import SYS_FUTEX, Meeting
-from andon.transport.shm.segment import MAIL, STAGE, Layout, Segment, machine, new_memory
+from andon.transport.shm.segment import MAIL, STAGE, Layout, Segment, new_memory
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER_BYTES = range(4)
 NAMES: Final = ("all-reduce", "reduce-scatter", "all-gather", "gather of bytes")
@@ -96,7 +97,7 @@ class ShmGroup(Group):
         size = Layout(rendezvous.world_size).size
         descriptor = new_memory(size) if rendezvous.rank == 0 else -1
         try:
-            words = rendezvous.exchange("shm", f"{machine()} {os.getpid()} {descriptor}")
+            words = rendezvous.exchange("shm", f"{machine_id()} {os.getpid()} {descriptor}")
             machines, processes, descriptors = zip(*(word.split() for word in words), strict=True)
             if len(set(machines)) > 1:
                 raise _unavailable("it connects workers of one machine and container; these run in several")
