@@ -98,7 +98,7 @@ def test_noise_at_the_door_does_no_harm(tmp_path: Path, answer: str, noise: byte
 
 def test_binding_off_loopback_needs_a_word(tmp_path: Path) -> None:
     code, output = andon("coordinator", *SMALL, "--bind=0.0.0.0:0", cwd=tmp_path)
-    assert code == 1 and "Nobody is authenticated yet" in output and "--insecure" in output, output
+    assert code == 1 and "Workers are not authenticated" in output and "--insecure" in output, output
 
 
 def test_a_coordinator_that_is_not_there(tmp_path: Path) -> None:

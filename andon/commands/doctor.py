@@ -1,4 +1,4 @@
-"""`andon doctor`: what a bug report needs."""
+"""`andon doctor`: the facts about this machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from andon.run.plan import human_bytes
+from andon.run.display import human_bytes
 from andon.version import VERSION
 
 PACKAGES = (

@@ -1,6 +1,6 @@
-"""Reading a configuration: presets, then a YAML file, then dotted overrides, later ones winning.
+"""Reading a configuration: presets, then a YAML file, then dotted overrides; later values win.
 
-What is refused is refused with the key, the value and what is allowed.
+An error names the key, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from andon.errors import UserError
 
 
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Presets, then the YAML file, then the overrides with dotted keys: one checked configuration."""
+    """The configuration of a YAML file and overrides with dotted keys, on top of the presets."""
     return build(_read_yaml(path) if path else {}, overrides or {})
 
 
@@ -57,12 +57,12 @@ def keys() -> dict[str, str]:
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that does not exist, with the nearest that does."""
+    """Raise an error for a key that does not exist, with the most similar keys."""
     known = keys()
     if key in known:
         return
-    by_last_word = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = (by_last_word or difflib.get_close_matches(key, known, n=3, cutoff=0.5))[:3]
+    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = (same_name or difflib.get_close_matches(key, known, n=3, cutoff=0.5))[:3]
     hint = f"Did you mean {' or '.join(near)}?" if near else "No key has a similar name"
     raise UserError(f"There is no configuration key '{key}'", hint, "`andon config show` lists all keys")
 
@@ -83,13 +83,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise UserError(
-            f"{path} holds no configuration", "The top level must be keys", "Try `andon config show`"
+            f"{path} is not a configuration", "The top level must be keys", "Try `andon config show`"
         )
     return values
 
 
 def _explain(error: ValidationError) -> UserError:
-    """Turn pydantic's first complaint into key, value and what is allowed."""
+    """Pydantic's first error as key, value and what is allowed."""
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if not isinstance(part, int)]
     key = ".".join(place)
@@ -99,15 +99,15 @@ def _explain(error: ValidationError) -> UserError:
         except UserError as unknown:
             return unknown
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    said = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")
     if not key or first["type"] == "value_error":
         return UserError(
-            f"{said}{more}", f"The configuration is refused{' at ' + key if key else ''}", _REMEDY
+            f"{message}{more}", f"The configuration is not valid{' at ' + key if key else ''}", _REMEDY
         )
-    return UserError(f"{key} = {first['input']!r} is refused{more}", said, _help_for(key))
+    return UserError(f"{key} = {first['input']!r} is not valid{more}", message, _help_for(key))
 
 
-_REMEDY = "Change one of the two: `andon config show` prints what is in force"
+_REMEDY = "Change one of the values: `andon config show` prints them"
 
 
 def _help_for(key: str) -> str:
@@ -116,16 +116,16 @@ def _help_for(key: str) -> str:
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split a command line into positional words and overrides (`--key value`, `--key=value`, `--flag`)."""
-    words: list[str] = []
+    """Split a command line into positional arguments and overrides (`--key value`, `--key=value`)."""
+    positional: list[str] = []
     overrides: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            words.append(word)
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            positional.append(argument)
             continue
-        key, equals, value = word[2:].partition("=")
+        key, equals, value = argument[2:].partition("=")
         key = {"compile": "train.compile"}.get(key, key)
         check_key(key)
         if key == "train.compile" and not equals and (not rest or rest[0].lower() not in ("true", "false")):
@@ -138,4 +138,4 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]
             overrides.setdefault(key, []).append(value)
         else:
             overrides[key] = value.split(",") if key == "data.corpus" else value
-    return words, overrides
+    return positional, overrides
