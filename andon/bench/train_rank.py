@@ -1,8 +1,7 @@
 """One rank of the training benchmark: `python -m andon.bench.train_rank '{...}'` prints its timings.
 
-Each rank holds the same model three times: under Andon's step with all checks, under the same step with the
-checks off, and under PyTorch's DistributedDataParallel over Gloo with fused AdamW. They take turns, a step
-each, so that what disturbs the machine disturbs all of them alike.
+Each rank holds the same model several times: under Andon's step and under what PyTorch has of it. They take
+turns, a step each, so that what disturbs the machine disturbs all of them alike.
 """
 
 from __future__ import annotations
@@ -10,113 +9,151 @@ from __future__ import annotations
 import json
 import sys
 import time
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from andon.checkpoint.checkpointer import Checkpointer
+from andon.checkpoint.progress import Progress
+from andon.engine.optimizer import AdamW
 from andon.engine.parallel import DataParallel
+from andon.engine.trainer import IntArray, StepSettings, Trainer
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
-from andon.transport import open_group
+from andon.optim.sharding import Zero
+from andon.transport.base import Group, open_group
 from andon.transport.torch_dist import StoreRendezvous
 
 LR = 1e-4
+ENDLESS = 1 << 60
+WARM_UP = 2
+TORCH_ZERO = ("torch", "torch_bucket_view")
 
 
-def batch(shape: Shape, rank: int, step: int, windows: int, context: int) -> tuple[Tensor, Tensor]:
-    """Random tokens: what they are does not matter here."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    drawn = torch.randint(0, shape.vocab, (windows, context + 1), generator=generator)
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+class RandomBatches:
+    """Random tokens, the same in every step: what they are does not matter here."""
+
+    def __init__(self, shape: Shape, tokens: int, seed: int) -> None:
+        context = min(tokens, shape.context)
+        drawn = np.random.default_rng(seed).integers(0, shape.vocab, (tokens // context, context + 1))
+        self._batch = np.ascontiguousarray(drawn[:, :-1]), np.ascontiguousarray(drawn[:, 1:])
+
+    def __call__(self, step: int, slot: int) -> tuple[IntArray, IntArray]:
+        """Inputs and targets."""
+        return self._batch
+
+    def windows(self, step: int, slot: int) -> list[int]:
+        """They have no numbers."""
+        return []
 
 
-class AndonStep:
-    """Andon's step, one slot per rank; `checks` are looks at contributions and the fingerprints."""
-
-    def __init__(self, model: Llama, parallel: DataParallel, checks: bool) -> None:
-        self.model, self.parallel, self.checks = model, parallel, checks
-        if not checks:
-            parallel.gradients.looks_ahead = False
-
-    def __call__(self, x: Tensor, y: Tensor, step: int) -> dict[str, float]:
-        """Do one step; how long each phase took."""
-        parallel, clock = self.parallel, [time.perf_counter()]
-        loss = self.model(x, y)
-        clock.append(time.perf_counter())
-        parallel.backward(loss, parallel.slots[0], y.numel())
-        clock.append(time.perf_counter())
-        prints = parallel.fingerprints.take(f"{step} {LR}") if self.checks else b""
-        clock.append(time.perf_counter())
-        totals = parallel.gradients.finish()
-        if self.checks:
-            parallel.compare(step, prints)
-        clock.append(time.perf_counter())
-        parallel.update(totals, LR, clip=1.0)
-        clock.append(time.perf_counter())
-        names = ("forward", "backward", "fingerprints", "exchange_after_backward", "optimizer")
-        phases = {name: end - start for name, (start, end) in zip(names, pairwise(clock), strict=True)}
-        return {**phases, "exchange": parallel.gradients.exchange_seconds}
+def initialised(shape: Shape) -> Llama:
+    """The model, the same every time."""
+    model = Llama(shape)
+    model.initialise(1)
+    return model
 
 
-class PlainStep:
-    """What one would write with PyTorch's own DistributedDataParallel."""
+def make_optimizer(model: Llama, group: Group, zero: Zero) -> AdamW:
+    """Andon's optimizer, with one slot per rank."""
+    return AdamW(DataParallel(model, group, slots=group.world_size), LR, zero=zero)
 
-    def __init__(self, model: Llama) -> None:
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        matrices = [value for value in model.parameters() if value.dim() > 1]
-        vectors = [value for value in model.parameters() if value.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
 
-    def __call__(self, x: Tensor, y: Tensor, step: int) -> dict[str, float]:
-        """Do one step."""
-        self.optimizer.zero_grad(set_to_none=True)
-        (self.model(x, y) / y.numel()).backward()
-        self.optimizer.step()
-        return {}
+def make_trainer(
+    optimizer: AdamW, batches: RandomBatches, checkpointer: Checkpointer | None = None
+) -> Trainer:
+    """Andon's step, as `andon train` does it."""
+    settings = StepSettings(learning_rate=lambda step: LR, last_step=ENDLESS, clip=1.0)
+    progress = checkpointer.progress if checkpointer else Progress()
+    return Trainer(optimizer, batches, settings, progress, checkpointer)
+
+
+def ddp_step(shape: Shape, batches: RandomBatches) -> Callable[[], None]:
+    """A step as one would write it with PyTorch's DistributedDataParallel and fused AdamW."""
+    model = initialised(shape)
+    matrices = [value for value in model.parameters() if value.dim() > 1]
+    vectors = [value for value in model.parameters() if value.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    x, y = (torch.from_numpy(each) for each in batches(1, 0))
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        (parallel(x, y) / y.numel()).backward()
+        optimizer.step()
+
+    return step
+
+
+def torch_zero_update(shape: Shape, bucket_view: bool) -> Callable[[], Any]:
+    """PyTorch's own ZeRO-1 on any gradients: AdamW on this rank's parameters, then a broadcast of
+    everyone's."""
+    model = initialised(shape)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter).normal_(0.0, 1e-3, generator=generator)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        parameters_as_bucket_view=bucket_view,
+        lr=LR,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=True,
+    )
+    return optimizer.step
+
+
+def measure(task: dict[str, Any], tokens: int, groups: Sequence[Group], gloo: Group) -> dict[str, Any]:
+    """Seconds of each one's steps by name, and the phases of the first of Andon's."""
+    shape = SHAPES[task["preset"]]
+    batches = RandomBatches(shape, tokens, seed=task["rank"])
+    policies = (Zero("even"), Zero("off")) if task["zero"] else (Zero("even"), Zero("even"))
+    optimizers = [
+        make_optimizer(initialised(shape), group, zero) for group, zero in zip(groups, policies, strict=True)
+    ]
+    trainers = [make_trainer(optimizer, batches) for optimizer in optimizers]
+    works: dict[str, Callable[[], Any]] = {}
+    if task["zero"]:
+        works = {name: torch_zero_update(shape, name == "torch_bucket_view") for name in TORCH_ZERO}
+    else:
+        works["ddp"] = ddp_step(shape, batches)
+        optimizers[1].model.exchange.checks = False
+    works |= {"andon": trainers[0].train_step, "other": trainers[1].train_step}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    phases: list[dict[str, float]] = []
+    for _ in range(task["repetitions"] + WARM_UP):
+        for name, work in works.items():
+            gloo.barrier()
+            started = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - started)
+        model = trainers[0].model
+        phases.append({**model.phases.milliseconds, "all_exchange": 1e3 * model.exchange.seconds})
+    for trainer in trainers:
+        trainer.close()
+    return {"seconds": {name: each[WARM_UP:] for name, each in seconds.items()}, "phases": phases[WARM_UP:]}
 
 
 def main(task: dict[str, Any]) -> None:
     """Measure every batch size and print seconds and phases as JSON."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    rank, ranks = task["rank"], task["ranks"]
     store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
-    rendezvous = StoreRendezvous(store, rank, ranks, timeout=120.0)
+    rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=120.0)
     gloo = open_group("torch", rendezvous)
-    results: dict[str, Any] = {}
+    results = {}
     for tokens in task["tokens"]:
-        shape = SHAPES[task["preset"]]
-        context = min(tokens, shape.context)
-        groups = {name: open_group(task["transport"], rendezvous) for name in ("andon", "unchecked")}
-        models = {name: Llama(shape) for name in ("andon", "unchecked", "ddp")}
-        for model in models.values():
-            model.initialise(1)
-        steps: dict[str, AndonStep | PlainStep] = {"ddp": PlainStep(models["ddp"])}
-        for name, group in groups.items():
-            parallel = DataParallel(models[name], group, slots=ranks, zero=True)
-            steps[name] = AndonStep(models[name], parallel, checks=name == "andon")
-        timings: dict[str, list[float]] = {name: [] for name in steps}
-        phases: list[dict[str, float]] = []
-        for repetition in range(-2, task["repetitions"]):
-            x, y = batch(shape, rank, repetition + 2, tokens // context, context)
-            for name, step in steps.items():
-                gloo.barrier()
-                started = time.perf_counter()
-                phase = step(x, y, repetition + 3)
-                seconds = time.perf_counter() - started
-                if repetition >= 0:
-                    timings[name].append(seconds)
-                    phases += [phase] if name == "andon" else []
-        results[str(tokens)] = {"seconds": timings, "phases": phases}
-        for step in steps.values():
-            if isinstance(step, AndonStep):
-                step.parallel.close()
-        del steps, models
+        groups = [open_group(task["transport"], rendezvous) for _ in range(2)]
+        results[str(tokens)] = measure(task, tokens, groups, gloo)
+        for group in groups:
+            group.close()
     gloo.barrier()
     gloo.close()
     print(json.dumps(results), flush=True)

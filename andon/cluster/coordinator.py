@@ -17,7 +17,7 @@ from andon.cluster.control import COORDINATOR, ControlLink, Message
 from andon.errors import UserError
 from andon.run.events import Emit, Event, cannot_write, event
 from andon.transport.base import GroupError, ProtocolError
-from andon.transport.tcp.link import Link
+from andon.transport.tcp.connect import Link
 from andon.version import VERSION
 
 POLL = 0.5  # seconds; a wait without a timeout would not let Python handle signals

@@ -13,8 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from andon.cluster.coordinator import Coordinator
-from andon.cluster.processes import Workers, star_server
+from andon.cluster.processes import Workers
 from andon.cluster.signals import save_on_signal
+from andon.cluster.star_process import star_process
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
 from andon.config.load import load
 from andon.config.schema import Config
@@ -23,6 +24,7 @@ from andon.run.display import Display, show_error, show_plan
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
 from andon.run.prepare import prepare_tokens
+from andon.transport.base import TRANSPORTS
 
 LOOPBACK = "127.0.0.1"
 
@@ -112,7 +114,10 @@ def _coordinate(
 
     with contextlib.ExitStack() as stack:
         recorder, emit = stack.enter_context(recording(config, folder, console))
-        server = stack.enter_context(star_server(config, bind[0] if bind else LOOPBACK))
+        server = None
+        if TRANSPORTS[config.group.transport].needs_server:
+            host = bind[0] if bind else LOOPBACK
+            server = stack.enter_context(star_process(host, config.workers, config.group.timeout))
         job = {
             "config": config.model_dump(mode="json"),
             "data": tokens.digest,

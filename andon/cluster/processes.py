@@ -1,24 +1,20 @@
-"""The child processes of a run: its workers and, for `star`, the server that sums gradients."""
+"""The worker processes of a run on this machine: started, waited for, and killed at the end."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import queue
-import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from andon.cluster.coordinator import POLL, Coordinator
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
 from andon.config.schema import Config
-from andon.errors import UserError
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed
 
@@ -95,37 +91,3 @@ class Workers:
 def _signal_name(number: int) -> str:
     hint = " (out of memory?)" if number == signal.SIGKILL else ""
     return f"{signal.Signals(number).name}{hint}"
-
-
-@contextlib.contextmanager
-def star_server(config: Config, host: str) -> Iterator[tuple[str, int, str] | None]:
-    """For `star`, the server process for as long as the run lasts; gives its host, port and token."""
-    if config.group.transport != "star":
-        yield None
-        return
-    settings = config.group
-    arguments = [host, str(config.workers), str(settings.timeout), settings.wire]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "andon.cluster.star_process", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    token = secrets.token_hex(16)
-    try:
-        print(token, file=process.stdin, flush=True)
-        address = process.stdout.readline().split()
-        if len(address) != 2:
-            raise UserError(
-                "The server of the star did not start",
-                f"Its process ended with exit code {process.wait()}",
-                "Try --group.transport ring",
-            )
-        yield address[0], int(address[1]), token
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()

@@ -17,32 +17,34 @@ import torch.distributed as dist
 from rich.console import Console
 
 from andon.cluster.launch import recording, run_folder
-from andon.cluster.session import open_configured, settle, train
+from andon.cluster.session import make_torch_deterministic, open_configured, train
 from andon.cluster.signals import save_on_signal
 from andon.cluster.worker import EXIT_HALTED
 from andon.config.load import build
 from andon.config.schema import Config
 from andon.integrity.halt import JidokaHalt
-from andon.run.events import Emit, event, ignore
+from andon.run.events import Emit, event, no_event
 from andon.run.loop import while_others_wait
 from andon.run.prepare import prepare_tokens
 from andon.transport.base import Group
-from andon.transport.torch_dist import StoreRendezvous, TorchGroup
+from andon.transport.torch_dist import StoreRendezvous
 
 
 def run(config: Config, resume: str, console: Console) -> int:
     """Train as the rank that the environment names; gives the exit code."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = build(config.model_dump(), {"workers": world_size}).with_transport("torch")
-    settle(config.threads)
+    make_torch_deterministic(config.threads)
     stop = threading.Event()
     save_on_signal(stop.set)
     tokens = prepare_tokens(config, console if rank == 0 else Console(quiet=True))
     with contextlib.ExitStack() as stack:
+        dist.init_process_group("nccl" if _choose_cuda(config) else "gloo")
+        stack.callback(dist.destroy_process_group)
         group = _open(config)
         stack.callback(group.close)
         found, recorder = None, None
-        emit: Emit = ignore
+        emit: Emit = no_event
         # Every byte of the checkpoint is verified here, which may take longer than the group's timeout.
         held = while_others_wait(group, lambda: stack.enter_context(run_folder(config, resume, console)))
         if held:
@@ -62,15 +64,17 @@ def run(config: Config, resume: str, console: Console) -> int:
     return 0
 
 
-def _open(config: Config) -> Group:
+def _choose_cuda(config: Config) -> bool:
+    """Whether this rank computes on a GPU, which is then chosen."""
     on_cuda = config.device != "cpu" and torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(
             int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) % torch.cuda.device_count()
         )
-    dist.init_process_group("nccl" if on_cuda else "gloo")
-    if config.group.transport == "torch":
-        return TorchGroup(None, config.group.timeout, config.group.wire, owned=True)
+    return on_cuda
+
+
+def _open(config: Config) -> Group:
     store = dist.distributed_c10d._get_default_store()
     rendezvous = StoreRendezvous(store, dist.get_rank(), dist.get_world_size(), config.group.timeout)
     return open_configured(config, rendezvous)

@@ -23,7 +23,7 @@ from andon.errors import UserError
 from andon.run.events import Event
 from andon.run.folder import read_mark
 from andon.transport.base import GroupError, GroupTimeout
-from andon.transport.tcp.link import Link
+from andon.transport.tcp.connect import Link
 from andon.version import VERSION
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from andon.version import VERSION
 PACKAGES = (
     "torch",
     "numpy",
-    "numba",
     "safetensors",
     "blake3",
     "tokenizers",

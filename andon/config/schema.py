@@ -7,10 +7,9 @@ Each component receives only its own section. The global batch is `train.slots` 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -18,9 +17,13 @@ from pydantic import model_validator as validator
 
 from andon.integrity.faults import parse as parse_fault
 from andon.model.shape import SHAPES, Shape
+from andon.transport.base import TRANSPORTS, fastest_here
 
 Preset = Literal["tiny", "30m", "124m", "350m", "1b"]
-Transport = Literal["auto", "local", "shm", "star", "ring", "torch"]
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Literal["auto", *TRANSPORTS]
 
 
 class Section(BaseModel):
@@ -132,7 +135,7 @@ class EvalConfig(Section):
 
 
 class GroupConfig(Section):
-    transport: Transport = "auto"
+    transport: TransportName = "auto"
     """How gradients are exchanged; `auto` takes the fastest that is available."""
     wire: Literal["f32", "bf16"] = "f32"
     """Format of gradients on the wire."""
@@ -152,7 +155,8 @@ class ZeroConfig(Section):
         """The policy over a transport."""
         if self.policy != "auto":
             return self.policy
-        return "off" if transport in ("local", "star") else "even"
+        known = TRANSPORTS.get(transport)
+        return "off" if known and not known.zero_pays else "even"
 
 
 class CheckpointConfig(Section):
@@ -233,9 +237,7 @@ class Config(Section):
 
     def on_this_machine(self) -> Config:
         """The configuration with `auto` resolved for workers that all run on this machine."""
-        return self.with_transport(
-            "local" if self.workers == 1 else "shm" if sys.platform == "linux" else "torch"
-        )
+        return self.with_transport(fastest_here(self.workers))
 
     @property
     def determinism_key(self) -> str:

@@ -33,7 +33,7 @@ def event(kind: str, **fields: Any) -> Event:
     return {"event": kind, "time": round(time.time(), 3), **fields}
 
 
-def ignore(event: Event) -> None:
+def no_event(event: Event) -> None:
     """Emit nothing: only rank 0 reports events."""
 
 
