@@ -13,8 +13,10 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from blake3 import blake3
 
 from andon.config.load import build, parse_arguments
@@ -43,7 +45,9 @@ def tree() -> dict[str, str]:
 
 def test_the_tree_names_every_file_and_says_what_it_is_for() -> None:
     package = ROOT / "andon"
-    files = {path for path in package.rglob("*.py") if path.name != "__init__.py" or path.parent == package}
+    found = [path for path in package.rglob("*") if path.is_file() and path.suffix in (".py", ".txt")]
+    # A folder stands for its __init__.py.
+    files = {path for path in found if path.name != "__init__.py" or path.parent == package}
     folders = {path.parent for path in files}
     expected = {f"{path.relative_to(ROOT)}" for path in files} | {
         f"{path.relative_to(ROOT)}/" for path in folders
@@ -77,6 +81,25 @@ def test_every_file_and_function_that_is_named_exists(document: str) -> None:
     for file, name in NAME.findall(TEXT[document]):
         assert (ROOT / file).is_file(), f"{document} names {file}"
         assert not name or defined(ROOT / file, name), f"{document} names {name} in {file}"
+
+
+def test_the_python_example_trains() -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", TEXT["README.md"], re.M | re.S)
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(32, 3, generator=generator), torch.arange(32) % 2
+    losses = []
+
+    def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses.append(torch.nn.functional.cross_entropy(output, target))
+        return losses[-1]
+
+    names = {
+        "F": SimpleNamespace(cross_entropy=cross_entropy),
+        "MyModel": lambda: torch.nn.Linear(3, 2),
+        "batch": lambda step, slot: (inputs, targets),
+    }
+    exec(example, names)
+    assert losses[-1] < losses[0]
 
 
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )*(?:make|andon|pytest|torchrun|python) [a-z-].*")

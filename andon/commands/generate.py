@@ -13,12 +13,12 @@ from andon.checkpoint.store import load_state
 from andon.commands.data import other_data
 from andon.config.load import build
 from andon.data import stories
-from andon.data.batches import Batches
 from andon.data.tokenizer import Tokenizer
 from andon.errors import UserError
 from andon.model.generate import sample
 from andon.model.hub import load_model
 from andon.run import evaluate as evaluation
+from andon.run.build import build_batches
 from andon.run.prepare import prepare_tokens
 from andon.transport.local import LocalGroup
 
@@ -48,9 +48,9 @@ def evaluate(folder: Path, windows: int, console: Console) -> None:
     model, tokens = load_model(folder), prepare_tokens(config, console)
     if tokens.digest != state["data"]:
         raise other_data(folder)
-    train, data = config.train, config.data
-    batches = Batches(tokens, config.seed, train.slots, train.micro_batch, train.context, data.validation)
-    loss = evaluation.validation_loss(model, batches.validation(windows), LocalGroup())
+    data = config.data
+    batches = build_batches(config, tokens).validation(windows)
+    loss = evaluation.validation_loss(model, batches, LocalGroup())
     bits = evaluation.bits_per_byte(loss, tokens.bytes_per_token)
     console.print(f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte")
     if data.corpus != ("stories",):
