@@ -91,7 +91,7 @@ def summary(folder: Path) -> dict[str, Any]:
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     """The events of one kind."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [said for said in map(json.loads, lines) if said["event"] == kind]
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], deadline: float = 60) -> None:
@@ -99,7 +99,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], deadl
     until = time.monotonic() + deadline
     while time.monotonic() < until and process.poll() is None:
         if (folder / "metrics.jsonl").exists() and any(
-            said["step"] >= step for said in events_so_far(folder)
+            event["step"] >= step for event in events_so_far(folder)
         ):
             return
         time.sleep(0.01)
@@ -110,7 +110,7 @@ def events_so_far(folder: Path) -> list[dict[str, int]]:
     if not (folder / "metrics.jsonl").exists():
         return []
     lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
-    return [said for said in map(json.loads, lines) if said["event"] == "step"]
+    return [event for event in map(json.loads, lines) if event["event"] == "step"]
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:

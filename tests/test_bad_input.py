@@ -117,7 +117,7 @@ def test_a_fault_that_can_never_happen(tmp_path: Path, fault: str) -> None:
 def test_a_branch_of_an_older_checkpoint_needs_a_folder_of_its_own(tmp_path: Path) -> None:
     train("--train.steps=4", "--checkpoint.every=2", cwd=tmp_path)
     older = "--resume=run/checkpoints/checkpoint-2"
-    assert "already goes on to checkpoint-4" in refused(older, "--train.steps=6", cwd=tmp_path)
+    assert "already has checkpoint-4" in refused(older, "--train.steps=6", cwd=tmp_path)
     assert train(older, "--train.steps=4", cwd=tmp_path, name="branch") == summary(tmp_path / "run")
 
 

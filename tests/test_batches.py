@@ -16,10 +16,10 @@ class Row:
     """Tokens 0, 1, 2, …: a window's content is its position."""
 
     def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+        self.token_count = tokens
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        assert start >= 0 and start + count <= self.tokens
+        assert start >= 0 and start + count <= self.token_count
         return np.arange(start, start + count)
 
 

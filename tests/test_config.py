@@ -10,7 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.config.load import DEFAULTS, build, keys, load, parse_arguments
+from andon.config.load import build, keys, load, parse_arguments
+from andon.config.presets import DEFAULTS
 from andon.errors import UserError
 from andon.model.shape import SHAPES
 
@@ -71,13 +72,13 @@ def test_a_refused_value_names_the_key_the_value_and_what_is_allowed(
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    assert "5 workers cannot share train.slots = 4" in refusal(workers=5).what
+    assert "5 workers need at least one slot each, but train.slots = 4" in refusal(workers=5).what
     assert "multiple of kv_heads 3" in refusal(model__kv_heads=3).what
     assert "even multiple of heads" in refusal(model__hidden=100).what
 
 
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
-    for text, what in [("a: [", "not valid YAML"), ("- 1", "holds no configuration")]:
+    for text, what in [("a: [", "not valid YAML"), ("- 1", "is not a configuration")]:
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(UserError, match=what):
             load(tmp_path / "bad.yaml")

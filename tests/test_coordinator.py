@@ -81,7 +81,7 @@ def test_a_worker_of_another_version_is_refused_with_the_reason(tmp_path: Path) 
             connection.sendall(struct.pack(">I", len(hello)) + hello)
             (length,) = struct.unpack(">I", connection.recv(4))
             answer = json.loads(connection.recv(length)[1:])
-    assert answer["kind"] == "refused" and "it 9.9.9" in answer["reason"]
+    assert answer["kind"] == "refused" and "it runs 9.9.9" in answer["reason"]
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x05\x10null", b"\xff" * 64, b""])
@@ -98,7 +98,7 @@ def test_noise_at_the_door_does_no_harm(tmp_path: Path, answer: str, noise: byte
 
 def test_binding_off_loopback_needs_a_word(tmp_path: Path) -> None:
     code, output = andon("coordinator", *SMALL, "--bind=0.0.0.0:0", cwd=tmp_path)
-    assert code == 1 and "Nobody is authenticated yet" in output and "--insecure" in output, output
+    assert code == 1 and "Workers are not authenticated" in output and "--insecure" in output, output
 
 
 def test_a_coordinator_that_is_not_there(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andon.data.build import Corpus, prepare
-from andon.data.sources import PIECE, Counts, Document, documents, find_files
+from andon.data.sources import PIECE_BYTES, Counts, Document, documents, find_files
 from andon.data.stories import stories
 from andon.data.token_set import TokenSet
 from andon.data.tokenizer import Tokenizer
@@ -113,13 +113,13 @@ def test_a_file_of_an_unknown_kind_is_an_error(folder: Path) -> None:
 def test_pieces_are_never_cut_inside_a_character(
     tmp_path_factory: pytest.TempPathFactory, lead: int, unit: str, extra: int, copies: int
 ) -> None:
-    text = "a" * lead + unit * (copies * PIECE // len(unit.encode()) + extra)
+    text = "a" * lead + unit * (copies * PIECE_BYTES // len(unit.encode()) + extra)
     file = tmp_path_factory.mktemp("pieces") / "a.txt"
     file.write_text(text, newline="")
     pieces, counts = read(file)
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert all(len(piece.text.encode()) <= PIECE for piece in pieces)
+    assert all(len(piece.text.encode()) <= PIECE_BYTES for piece in pieces)
     assert (counts.replaced, counts.bytes, counts.documents) == (0, len(text.encode()), 1)
     if "\n" in unit:
         assert all(piece.text.endswith("\n") for piece in pieces[:-1])
@@ -127,14 +127,14 @@ def test_pieces_are_never_cut_inside_a_character(
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_very_long_row_comes_in_pieces(tmp_path: Path, kind: str) -> None:
-    text = "日本語 " * PIECE
+    text = "日本語 " * PIECE_BYTES
     file = tmp_path / f"a.{kind}"
     if kind == "jsonl":
         file.write_text(json.dumps({"text": text}) + "\n" + '{"text": "next"}')
     else:
         write_parquet(file, [text, "next"])
     assert texts(file) == [text, "next"]
-    assert all(len(piece.text.encode()) <= PIECE for piece in read(file)[0])
+    assert all(len(piece.text.encode()) <= PIECE_BYTES for piece in read(file)[0])
 
 
 def test_invalid_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_invalid_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "good"}\n\n' + line)
-    with pytest.raises(UserError, match=r"a.jsonl: line 3 holds no text"):
+    with pytest.raises(UserError, match=r"a.jsonl: line 3 has no text"):
         read(file)
 
 
@@ -158,10 +158,10 @@ def test_a_parquet_file_without_text_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="its columns are n, content"):
         read(file)
     write_parquet(file, ["x", None])
-    with pytest.raises(UserError, match=r"row 2 holds no text"):
+    with pytest.raises(UserError, match=r"row 2 has no text"):
         read(file)
     file.write_bytes(gzip.compress(b"something else"))
-    with pytest.raises(UserError, match=r"a.parquet: the table after row 0 holds no text"):
+    with pytest.raises(UserError, match=r"a.parquet: the table after row 0 has no text"):
         read(file)
 
 
@@ -179,9 +179,9 @@ def test_without_pyarrow_the_error_says_what_to_install(
 def test_every_document_ends_with_the_end_token(folder: Path, tmp_path: Path) -> None:
     made = prepare(in_bytes(folder), tmp_path / "cache")
     expected = [id for text in ["one\n", "two", "thrée", "four", "five"] for id in [*text.encode(), END]]
-    assert made.read(0, made.tokens).tolist() == expected
+    assert made.read(0, made.token_count).tolist() == expected
     assert (made.vocab_size, made.meta["documents"], made.meta["replaced"]) == (257, 5, 0)
-    assert made.bytes_per_token == (made.tokens - 5) / made.tokens
+    assert made.bytes_per_token == (made.token_count - 5) / made.token_count
     assert made.meta["source"] == "a.txt, b.jsonl, c.parquet"
     made.verify()
 
@@ -190,7 +190,7 @@ def test_the_built_in_stories_are_learned_and_told_again(tmp_path: Path) -> None
     corpus = Corpus(vocab_size=500, stories_count=200, stories_seed=3)
     made = prepare(corpus, tmp_path)
     tokenizer = made.tokenizer()
-    told = tokenizer.decode(made.read(0, made.tokens).tolist()).split("<|endoftext|>")
+    told = tokenizer.decode(made.read(0, made.token_count).tolist()).split("<|endoftext|>")
     assert told == [*stories(3, 200), ""]
     assert made.vocab_size == tokenizer.vocab_size == 500
     assert prepare(corpus, tmp_path).digest == made.digest
@@ -212,7 +212,7 @@ def test_a_vocabulary_above_65536_takes_four_bytes_a_token(folder: Path, tmp_pat
     (folder / "a.txt").write_text("one<last>")
     made = prepare(Corpus((str(folder / "a.txt"),), str(tmp_path)), tmp_path / "cache")
     assert (made.meta["dtype"], made.vocab_size) == ("<u4", 70_001)
-    assert made.read(0, made.tokens).tolist() == [*b"one", 70_000, END]
+    assert made.read(0, made.token_count).tolist() == [*b"one", 70_000, END]
 
 
 def test_reads_cross_shard_boundaries(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_text_that_grows_meanwhile_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="changed while it was being tokenized"):
         prepare(in_bytes(file), tmp_path / "cache", grow)
-    assert prepare(in_bytes(file), tmp_path / "cache").tokens == 12
+    assert prepare(in_bytes(file), tmp_path / "cache").token_count == 12
 
 
 def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
 def test_a_model_that_is_no_plain_llama_is_refused(tmp_path: Path) -> None:
     config = to_hub(SMALL, end_token=0) | {"model_type": "gpt2"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="no plain Llama"):
+    with pytest.raises(UserError, match="not a plain Llama"):
         load_model(tmp_path)
 
 

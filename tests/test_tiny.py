@@ -20,10 +20,10 @@ def test_from_nothing_to_a_model_that_writes(tmp_path: Path) -> None:
     assert done["weights_blake3"] == weights_blake3(dict(load_model(checkpoint).named_parameters()))
     assert 0 <= done["valid_share"] <= 1
 
-    assert [said["step"] for said in events(run, "step")] == [1, 2, 3, 4, 5, 6]
-    assert {said["rank"] for said in events(run, "worker")} == {0, 1}
-    assert [said["step"] for said in events(run, "checkpoint")] == [2, 4, 6]
-    assert [said["step"] for said in events(run, "eval")] == [3, 6]
+    assert [event["step"] for event in events(run, "step")] == [1, 2, 3, 4, 5, 6]
+    assert {event["rank"] for event in events(run, "worker")} == {0, 1}
+    assert [event["step"] for event in events(run, "checkpoint")] == [2, 4, 6]
+    assert [event["step"] for event in events(run, "eval")] == [3, 6]
     first, last = events(run, "step")[0], events(run, "step")[-1]
     assert last["loss"] < first["loss"]
     assert {

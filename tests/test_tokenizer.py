@@ -118,7 +118,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere cannot be read\nNo such file"):
         Tokenizer.load(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    with pytest.raises(UserError, match=r"it is no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"it is not a tokenizer\.json"):
         Tokenizer.load(tmp_path)
 
 

@@ -14,8 +14,7 @@ from andon.data.build import Corpus, prepare
 from andon.data.token_set import TokenSet
 from andon.engine.trainer import Trainer
 from andon.run.build import build_trainer
-from andon.run.events import Emit
-from andon.run.loop import no_event
+from andon.run.events import Emit, no_event
 from andon.transport.base import Group
 
 SMALL: dict[str, Any] = {

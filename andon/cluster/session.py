@@ -13,8 +13,8 @@ from andon.config.schema import Config
 from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.run.build import build_trainer
-from andon.run.events import Emit, event
-from andon.run.loop import Run, no_event
+from andon.run.events import Emit, event, no_event
+from andon.run.loop import Run
 from andon.transport.base import Group, Rendezvous, Settings, open_group
 
 

@@ -1,4 +1,4 @@
-"""`andon doctor`: what a bug report needs."""
+"""`andon doctor`: the facts about this machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-import andon
-from andon.run.plan import human_bytes
+from andon.run.display import human_bytes
+from andon.version import VERSION
 
 PACKAGES = (
     "torch",
@@ -43,7 +43,7 @@ def findings() -> list[tuple[str, str]]:
     memory, shared = psutil.virtual_memory(), Path("/dev/shm")
     versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     return [
-        ("andon", andon.__version__),
+        ("andon", VERSION),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         ("packages", versions),
         ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),

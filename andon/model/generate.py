@@ -38,7 +38,7 @@ def _draw(model: Llama, rows: Tensor, length: int, temperature: float, seed: int
     cache, unseen = Cache(model.shape, len(rows), model.cos), rows
     for _ in range(length):
         if cache.length + unseen.shape[1] > model.shape.context:
-            # The context is full: go on from its later half.
+            # The context is full: continue from its later half.
             cache, unseen = (
                 Cache(model.shape, len(rows), model.cos),
                 rows[:, -(model.shape.context // 2) :],

@@ -41,7 +41,7 @@ def to_hub(shape: Shape, end_token: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def from_hub(config: dict[str, Any], source: Path) -> Shape:
-    """The shape of a `config.json`; what this decoder does not do is refused."""
+    """The shape of a `config.json`; an error names the features that this decoder does not have."""
     unsupported = [
         f"{key} = {config[key]!r}"
         for key, expected in (
@@ -58,7 +58,7 @@ def from_hub(config: dict[str, Any], source: Path) -> Shape:
         unsupported.append(f"rope_type = {rope['rope_type']!r}")
     if unsupported:
         raise UserError(
-            f"{source} is no plain Llama", ", ".join(unsupported), "Use a Llama model without these"
+            f"{source} is not a plain Llama", ", ".join(unsupported), "Use a Llama model without these"
         )
     try:
         return Shape(

@@ -1,4 +1,4 @@
-"""The shape of a model and its arithmetic, without torch: what a plan needs before anything is loaded."""
+"""The shape of a model: sizes, parameter count and the named presets; needs no torch."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def build_trainer(
     """The trainer of one rank; only rank 0 emits events."""
     check_vocabulary(config, tokens)
     optimizer = build_optimizer(config, build_model(config, device), group)
-    optimizer.facts = f"{config.answer} {tokens.digest}"
+    optimizer.facts = f"{config.determinism_key} {tokens.digest}"
     progress = Progress()
     checkpointer = build_checkpointer(config, tokens, optimizer, progress, emit)
     trainer = Trainer(

@@ -29,6 +29,7 @@ import torch
 
 from andon.engine.order import Order, shares
 from andon.errors import UserError
+from andon.machine import machine_id
 from andon.transport.base import (
     Group,
     GroupError,
@@ -46,7 +47,6 @@ from andon.transport.shm.segment import (
     STAGE_BYTES,
     Segment,
     SegmentLayout,
-    machine,
     new_memory,
 )
 
@@ -107,7 +107,7 @@ class ShmGroup(Group):
         size = SegmentLayout(rendezvous.world_size).size
         descriptor = new_memory(size) if rendezvous.rank == 0 else -1
         try:
-            values = rendezvous.exchange("shm", f"{machine()} {os.getpid()} {descriptor}")
+            values = rendezvous.exchange("shm", f"{machine_id()} {os.getpid()} {descriptor}")
             machines, processes, descriptors = zip(*(value.split() for value in values), strict=True)
             if len(set(machines)) > 1:
                 raise _unavailable("it connects workers of one machine and container; these run in several")
