@@ -235,12 +235,9 @@ def bench_train(
 ) -> None:
     """Andon's step with and without checks against PyTorch DDP over Gloo, interleaved in one run."""
     _enter_network()
-    if zero:
-        from andon.bench.zero import main as run
-    else:
-        from andon.bench.train import main as run
+    from andon.bench.train import main as run
 
-    run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, as_json)
+    run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, zero, as_json)
 
 
 @bench_app.command("checkpoint")
