@@ -186,7 +186,7 @@ def doctor() -> None:
 
 @app.command()
 def drill(
-    transport: Annotated[str, typer.Option(help="shm, star, ring or torch.")] = "shm",
+    transport: Annotated[str, typer.Option(help="A transport that connects workers.")] = "shm",
 ) -> None:
     """Rehearse every fault on this machine and show that the line stops.
 
