@@ -12,12 +12,11 @@ import threading
 from pathlib import Path
 from socket import gethostname
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from andon.cluster.launch import recording, run_folder
-from andon.cluster.session import make_torch_deterministic, open_configured, train
+from andon.cluster.session import choose_device, make_torch_deterministic, open_configured, train
 from andon.cluster.signals import save_on_signal
 from andon.cluster.worker import EXIT_HALTED
 from andon.config.load import build
@@ -39,7 +38,8 @@ def run(config: Config, resume: str, console: Console) -> int:
     save_on_signal(stop.set)
     tokens = prepare_tokens(config, console if rank == 0 else Console(quiet=True))
     with contextlib.ExitStack() as stack:
-        dist.init_process_group("nccl" if _choose_cuda(config) else "gloo")
+        on_cuda = choose_device(config.device, rank, no_event).type == "cuda"
+        dist.init_process_group("nccl" if on_cuda else "gloo")
         stack.callback(dist.destroy_process_group)
         group = _open(config)
         stack.callback(group.close)
@@ -62,16 +62,6 @@ def run(config: Config, resume: str, console: Console) -> int:
     if recorder and recorder.failure:
         raise recorder.failure
     return 0
-
-
-def _choose_cuda(config: Config) -> bool:
-    """Whether this rank computes on a GPU, which is then chosen."""
-    on_cuda = config.device != "cpu" and torch.cuda.is_available()
-    if on_cuda:
-        torch.cuda.set_device(
-            int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) % torch.cuda.device_count()
-        )
-    return on_cuda
 
 
 def _open(config: Config) -> Group:

@@ -74,16 +74,18 @@ def verify(path: Path, console: Console) -> int:
 
 def diff(first: Path, second: Path, console: Console) -> int:
     """Verify two checkpoints and compare them by tensor; the exit code is 0 if they are equal."""
-    pair = [_verified(folder, console) for folder in (first, second)]
+    from andon.checkpoint.compare import compare
+
+    known = _verified(first, console), _verified(second, console)
     table = Table(title=escape(f"{first} and {second}"))
     for heading in ("tensor", "verdict", "largest difference"):
         table.add_column(heading, justify="right" if heading == "largest difference" else "left")
     equal = 0
-    for name, difference in _differences((first, second), (pair[0], pair[1])):
-        if difference == "":
-            equal += 1
-        else:
+    for name, difference in compare((first, second), known):
+        if difference:
             table.add_row(name, "differs", difference)
+        else:
+            equal += 1
     if table.row_count:
         console.print(table)
     console.print(f"{equal} tensors are equal, {table.row_count} differ")
@@ -153,13 +155,6 @@ def _verified(checkpoint: Path, console: Console) -> Manifest:
             "Compare good checkpoints: `andon checkpoint ls --verify` lists them",
         )
     return read(checkpoint)
-
-
-def _differences(folders: tuple[Path, Path], known: tuple[Manifest, Manifest]) -> Iterator[tuple[str, str]]:
-    """(tensor, how it differs) of every tensor; an empty text: it does not."""
-    from andon.checkpoint.compare import compare
-
-    yield from compare(folders, known)
 
 
 def _progress(console: Console) -> Progress:

@@ -36,12 +36,6 @@ class Shape:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return embeddings + self.layers * self.block_parameters + self.hidden
 
-    @property
-    def flops_per_token(self) -> int:
-        """Forward and backward of one token: six per matrix weight, plus attention over a full context."""
-        matrices = self.layers * self.block_parameters + self.vocab * self.hidden
-        return 6 * matrices + 6 * self.layers * self.hidden * self.context
-
 
 SHAPES = {
     "tiny": Shape(vocab=1_024, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384, context=128),

@@ -6,27 +6,19 @@ import math
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from andon.data import stories
+from andon.data.tokenizer import Tokenizer
 from andon.model.generate import sample
 from andon.model.llama import Llama
 from andon.transport.base import Group
 
 Batch = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 PART = struct.Struct("<IdQ")  # micro-batch, summed loss, tokens
-
-
-class TextTokenizer(Protocol):
-    """The part of a tokenizer that writing text needs."""
-
-    @property
-    def end(self) -> int: ...
-    def decode(self, ids: list[int]) -> str: ...
 
 
 @torch.no_grad()
@@ -48,7 +40,7 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / math.log(2) / bytes_per_token
 
 
-def write(model: Llama, tokenizer: TextTokenizer, count: int, temperature: float, seed: int) -> list[str]:
+def write(model: Llama, tokenizer: Tokenizer, count: int, temperature: float, seed: int) -> list[str]:
     """Sample texts without a prompt, each up to the end token or one context long."""
     start = [[tokenizer.end]] * count
     rows = sample(model, start, tokenizer.end, model.shape.context - 1, temperature, seed)

@@ -29,34 +29,22 @@ class RunFolder:
     def take(self) -> None:
         """Create the folder and lock it for this process."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held for the run)
+            self.hold()
         except OSError as error:
+            if error.errno == errno.EBUSY:
+                holder = read_mark(self.folder).partition(" ")[0]
+                raise UserError(
+                    f"{self.folder} is in use",
+                    f"Process {holder} is training there",
+                    "Wait for it, or choose another --run.dir",
+                ) from None
             raise UserError(
-                f"The run cannot use {self.folder}",
-                f"{error.strerror}",
-                "Choose another folder with --run.dir",
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.seek(0)
-            holder = self._lock.read().partition(" ")[0]
-            raise UserError(
-                f"{self.folder} is in use",
-                f"Process {holder} is training there",
-                "Wait for it, or choose another --run.dir",
+                f"The run cannot use {self.folder}", f"{error.strerror}", "Choose another --run.dir"
             ) from None
         put_back(self.folder / "checkpoints")
-        self._write_mark(self._lock)
-
-    def _write_mark(self, lock: IO[str]) -> None:
-        lock.truncate(0)
-        lock.write(self._mark)
-        lock.flush()
 
     def hold(self) -> None:
-        """Create and lock the folder again if it was removed; `OSError` if another run has locked it."""
+        """Lock the folder, again if it was removed; `OSError` (EBUSY) if another run has locked it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held for the run)
         if self._lock and os.path.sameopenfile(lock.fileno(), self._lock.fileno()):
@@ -67,7 +55,9 @@ class RunFolder:
         except OSError:
             lock.close()
             raise OSError(errno.EBUSY, "another run has taken the folder", str(self.folder)) from None
-        self._write_mark(lock)
+        lock.truncate(0)
+        lock.write(self._mark)
+        lock.flush()
         self.release()
         self._lock = lock
 
