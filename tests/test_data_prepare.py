@@ -252,6 +252,23 @@ def test_the_same_text_elsewhere_shares_the_cache(folder: Path, tmp_path: Path) 
     assert prepare(Corpus((str(tmp_path / "moved"),), "bpe", 300), cache).folder != first.folder
 
 
+def test_every_tokenizer_has_tokens_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two one two three " * 50)
+    for name, text in (("ones", "one one one"), ("twos", "two two two")):
+        (tmp_path / name).mkdir()
+        Tokenizer.train([text], 270).save(tmp_path / name)
+    settings = [("bytes", 300), ("bpe", 260), ("bpe", 262)]
+    settings += [(str(tmp_path / name), 300) for name in ("ones", "twos")]
+    made = [
+        prepare(Corpus((str(tmp_path / "a.txt"),), *each), tmp_path / "cache")
+        for each in settings
+        for _ in "12"
+    ]
+    assert [one.folder for one in made[::2]] == [again.folder for again in made[1::2]]
+    assert len({each.folder for each in made}) == 5
+    assert len({each.digest for each in made}) == 5
+
+
 def test_a_spoiled_index_is_only_a_slower_start(folder: Path, tmp_path: Path) -> None:
     first = prepare(in_bytes(folder), tmp_path)
     (tmp_path / "digests.json").write_text('{"half')

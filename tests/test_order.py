@@ -121,3 +121,47 @@ def test_a_rank_that_keeps_its_rows_apart_comes_to_the_same_sum(order: Order) ->
             rows[row].add_(next(given) if own is None else rows[own])
         assert next(given, None) is None
         assert rows[0].value.tobytes() == tree_sum(0, order.slots).tobytes()
+
+
+class Term:
+    """A sum, written out."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def add_(self, other: Term, /) -> None:
+        self.text = f"({self.text}+{other.text})"
+
+
+TREES = {
+    1: "0",
+    2: "(0+1)",
+    3: "((0+1)+2)",
+    4: "((0+1)+(2+3))",
+    5: "(((0+1)+(2+3))+4)",
+    6: "(((0+1)+(2+3))+(4+5))",
+    7: "(((0+1)+(2+3))+((4+5)+6))",
+    9: "((((0+1)+(2+3))+((4+5)+(6+7)))+8)",
+}
+
+
+@pytest.mark.parametrize("slots", TREES)
+def test_the_tree_splits_after_the_largest_power_of_two(slots: int) -> None:
+    leaves = [Term(str(slot)) for slot in range(slots)]
+    plan(slots, slots).add_up(leaves)
+    assert leaves[0].text == TREES[slots]
+
+
+@pytest.mark.parametrize("slots", TREES)
+def test_one_worker_folds_its_slots_into_the_same_tree(slots: int) -> None:
+    order = plan(slots, 1)
+    rows = [Term("nothing") for _ in range(order.rows(0))]
+    for step in order.folds(0):
+        if step.accumulate:
+            rows[step.row].add_(Term(str(step.slot)))
+        else:
+            rows[step.row] = Term(str(step.slot))
+        for into, other in step.merges:
+            rows[into].add_(rows[other])
+    order.add_up(rows[: len(order.nodes[0])])
+    assert rows[0].text == TREES[slots]
