@@ -67,3 +67,12 @@ def test_a_majority_blames_the_others(tmp_path: Path) -> None:
 def test_two_ranks_alone_cannot_tell_who_is_wrong(tmp_path: Path) -> None:
     said = halt(tmp_path, "--workers=2", *flips(1))
     assert said["cause"] == "the weights of model.norm differ between ranks 0, 1"
+
+
+def test_a_run_that_goes_on_forgets_how_it_halted(tmp_path: Path) -> None:
+    halt(tmp_path, "--fault=nan:rank=0,step=3")
+    code, output = andon("train", *oracle.OPTIONS, "--run.dir=run", cwd=tmp_path)
+    assert code == 0, output
+    assert not (tmp_path / "run" / "halt.json").exists()
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6]

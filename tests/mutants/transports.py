@@ -1,0 +1,7 @@
+"""Faults in transports and wire protocol 2."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant
+
+MUTANTS: list[Mutant] = []
