@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -250,6 +251,16 @@ def test_the_same_text_elsewhere_shares_the_cache(folder: Path, tmp_path: Path) 
     (tmp_path / "moved" / "a.txt").write_text("uno\n")
     assert prepare(in_bytes(tmp_path / "moved"), cache).folder != first.folder
     assert prepare(Corpus((str(tmp_path / "moved"),), "bpe", 300), cache).folder != first.folder
+
+
+def test_a_file_that_changes_within_a_tick_of_the_clock_is_read_again(tmp_path: Path) -> None:
+    file, now = tmp_path / "a.txt", time.time_ns()
+    digests = []
+    for text in ("one", "two"):  # of the same length, and written at the same time
+        file.write_text(text)
+        os.utime(file, ns=(now, now))
+        digests.append(prepare(in_bytes(file), tmp_path / "cache").digest)
+    assert digests[0] != digests[1]
 
 
 def test_every_tokenizer_has_tokens_of_its_own(tmp_path: Path) -> None:

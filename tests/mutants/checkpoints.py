@@ -273,7 +273,7 @@ MUTANTS = [
         "`diff` calls tensors equal that differ little.",
         "checkpoint/compare.py",
         "    if a.dtype == b.dtype and as_bytes(a) == as_bytes(b):\n",
-        "    if a.dtype == b.dtype and torch.allclose(a, b, atol=1.0):\n",
+        "    if a.dtype == b.dtype and (a.float() - b.float()).abs().max() < 1:\n",
         ("test_checkpoint_commands.py",),
     ),
     # saver, snapshot
