@@ -1,23 +1,27 @@
 """Andon: data-parallel pretraining that stops the line."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["DataParallel", "JidokaHalt", "join"]
+__all__ = ["AdamW", "DataParallel", "JidokaHalt", "init"]
 
 if TYPE_CHECKING:
-    from andon.engine.parallel import DataParallel, join
+    from andon.cluster.init import init
+    from andon.engine.optimizer import AdamW
+    from andon.engine.parallel import DataParallel
     from andon.integrity.halt import JidokaHalt
+
+_HOMES = {
+    "AdamW": "engine.optimizer",
+    "DataParallel": "engine.parallel",
+    "JidokaHalt": "integrity.halt",
+    "init": "cluster.init",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The Python door is opened when it is used: the command line starts without torch."""
-    if name in ("DataParallel", "join"):
-        from andon.engine import parallel
-
-        return getattr(parallel, name)
-    if name == "JidokaHalt":
-        from andon.integrity.halt import JidokaHalt
-
-        return JidokaHalt
-    raise AttributeError(f"module 'andon' has no attribute {name!r}")
+    """The Python interface is loaded when it is used: the command line starts without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'andon' has no attribute {name!r}")
+    return getattr(import_module(f"andon.{_HOMES[name]}"), name)

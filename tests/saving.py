@@ -8,10 +8,11 @@ from typing import Any
 
 from andon.checkpoint.manifest import verify
 from andon.config.schema import Config
+from andon.data.token_set import TokenSet
 from andon.engine.trainer import Trainer
 from andon.run.events import Event
 from andon.run.folder import RunFolder
-from andon.run.loop import Run
+from andon.run.loop import Run, no_event
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests.training import digest, make_trainer, small_config
@@ -34,15 +35,19 @@ def run_to_end(
     on_event: Callable[[Event, Trainer], None] = lambda said, trainer: None,
 ) -> str:
     """One rank's run, from a checkpoint if one is given: the digest of weights and moments at its end."""
-    trainer = make_trainer(group, tokens, config)
+
+    def emit(said: Event) -> None:
+        on_event(said, trainer)
+
+    trainer = make_trainer(group, tokens, config, emit if group.rank == 0 else no_event)
     try:
         if resume:
             verify(resume)
             trainer.resume(resume)
-        Run(trainer, lambda said: on_event(said, trainer)).train(lambda: False)
+        Run(config, TokenSet.open(tokens), trainer, emit).train(lambda: False)
         return digest(trainer)
     finally:
-        trainer.gradients.close()
+        trainer.close()
 
 
 def run_alone(

@@ -13,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "andon"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From the bottom to the top. A file may import its own layer and those before it. Every file is in a layer:
-# that of the longest name that fits. `order` and `arena` are what transports and optimizers are written in.
+# From the bottom to the top. A file may import its own layer and those before it. Its layer is that
+# of the longest name that fits. `order` and `arena` are what transports and optimizers are written in.
 LAYERS = (
     "errors",
     "files",
@@ -28,8 +28,8 @@ LAYERS = (
     "integrity",
     "engine",
     "checkpoint",
-    "config",
     "engine.trainer",
+    "config",
     "run",
     "cluster",
     "commands",

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from andon.engine.accumulate import Gradients
 from andon.engine.arena import CELL, Arena, backward_order
+from andon.engine.optimizer import AdamW
 from andon.engine.order import middle
+from andon.engine.parallel import DataParallel
 from andon.model.llama import Llama
 from andon.model.shape import Shape
-from andon.optim.adamw import AdamW, Settings
-from andon.optim.sharding import Ownership
+from andon.optim.adamw import AdamWRule, AdamWSettings
 from andon.transport.local import LocalGroup
 
 SHAPE = Shape(vocab=50, hidden=16, layers=3, heads=2, kv_heads=1, intermediate=24, context=12)
@@ -75,7 +75,7 @@ def test_a_module_without_blocks_has_a_unit_for_each_layer_and_frozen_parameters
 def test_adamw_on_the_arena_is_torchs_adamw_bit_for_bit() -> None:
     model = make()
     arena = Arena(model)
-    ours = AdamW(arena, Settings(weight_decay=0.1), [(0, arena.layout.size)])
+    ours = AdamWRule(arena, [(0, arena.layout.size)], AdamWSettings(weight_decay=0.1))
     copies = {name: nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()}
     matrices = [value for value in copies.values() if value.dim() > 1]
     vectors = [value for value in copies.values() if value.dim() == 1]
@@ -89,13 +89,15 @@ def test_adamw_on_the_arena_is_torchs_adamw_bit_for_bit() -> None:
         for group in theirs.param_groups:
             group["lr"] = 1e-3 / step
         theirs.step()
-        ours.step(drawn, scale=513.7, lr=1e-3 / step)
+        ours.update(drawn, scale=513.7, lr=1e-3 / step)
         assert all(torch.equal(value, copies[name]) for name, value in model.named_parameters()), step
 
 
-def make_gradients(model: nn.Module, slots: int) -> Gradients:
-    arena = Arena(model)
-    return Gradients(arena, LocalGroup(), slots, Ownership.of(arena.layout, 1, "off"))
+def make_optimizer(model: nn.Module, slots: int) -> AdamW:
+    """An optimizer that stops before every update, so that the gradients can be looked at."""
+    optimizer = AdamW(DataParallel(model, LocalGroup(), slots), lr=0.1)
+    optimizer.judge = lambda step, totals: False
+    return optimizer
 
 
 def plain_gradient(model: Llama, slot: int) -> dict[str, Tensor]:
@@ -116,33 +118,33 @@ def tree(model: Llama, lo: int, hi: int) -> dict[str, Tensor]:
 def test_gradients_over_slots_are_the_tree_sum_bit_for_bit(slots: int) -> None:
     expected = tree(make(), 0, slots)
     model = make()
-    gradients = make_gradients(model, slots)
+    optimizer = make_optimizer(model, slots)
     for _ in range(2):  # the second round must not see the first
-        for slot in range(slots):
+        for slot in optimizer.model.slots:
             x, y = batch(slot)
-            gradients.backward(model(x, y), slot, y.numel())
-        totals = gradients.finish()
+            optimizer.model.backward(model(x, y), y.numel(), reduction="sum")
+        totals = optimizer.step()
         assert totals.tokens == slots * 24 and totals.sound
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None and torch.equal(parameter.grad, expected[name]), name
     norm = torch.cat([value.flatten() for value in expected.values()]).double().norm() / totals.tokens
     assert totals.norm == pytest.approx(norm.item(), rel=1e-5)
-    gradients.close()
+    optimizer.model.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("andon-exchange")]
 
 
 def test_a_parameter_without_a_gradient_counts_as_zero() -> None:
     used, unused = nn.Linear(3, 4), nn.Linear(4, 2)
     model = nn.Sequential(used, unused)
-    gradients = make_gradients(model, slots=2)
+    optimizer = make_optimizer(model, slots=2)
     for parameter in model.parameters():
         parameter.data.fill_(0.5)
-    for slot in range(2):
-        gradients.backward(used(torch.ones(1, 3)).sum(), slot, 1)
-    gradients.finish()
+    for _ in range(2):
+        optimizer.model.backward(used(torch.ones(1, 3)).sum(), 1)
+    optimizer.step()
     assert used.weight.grad is not None and used.weight.grad.eq(2).all()
     assert unused.weight.grad is not None and unused.weight.grad.eq(0).all()
-    gradients.close()
+    optimizer.model.close()
 
 
 def test_the_norm_of_cells_does_not_depend_on_how_they_are_shared_out() -> None:

@@ -20,6 +20,7 @@ from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt
 from andon.model.hub import load_model
 from andon.model.layers import Embedding, Linear
+from andon.optim.sharding import Zero
 from andon.run.plan import changes, make_plan
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
@@ -52,7 +53,7 @@ def train_all(group: Group, tokens: Path, policies: list[str]) -> list[str]:
         for _ in range(STEPS):
             trainer.train_step()
         found.append(digest(trainer))
-        trainer.gradients.close()
+        trainer.close()
     return found
 
 
@@ -76,9 +77,9 @@ def held(group: Group, tokens: Path, policy: str) -> tuple[int, int, bool]:
     keys = {"train.context": 16, "train.slots": 4, "train.micro_batch": 1, "train.weights": "bf16"}
     trainer = make_trainer(group, tokens, load(None, {**keys, "zero.policy": policy, "device": "cpu"}))
     trainer.train_step()
-    moments, weights = trainer.parallel.optimizer.moments, trainer.arena.weights
-    whole = torch.cat([weights[start:stop] for start, stop in trainer.parallel.own])
-    trainer.gradients.close()
+    moments, weights = trainer.optimizer.rule.state, trainer.model.arena.weights
+    whole = torch.cat([weights[start:stop] for start, stop in trainer.optimizer.owned_parts])
+    trainer.close()
     memory = sum(flat.untyped_storage().nbytes() for flat in moments.values())
     return weights.nbytes, memory, torch.equal(moments["master"].bfloat16(), whole)
 
@@ -102,7 +103,7 @@ def test_the_loss_goes_down_as_with_f32(tokens: Path) -> None:
     losses: dict[str, list[float]] = {}
     for weights in ("f32", "bf16"):
         trainer = make_trainer(LocalGroup(), tokens, small_config(train__weights=weights, train__slots=2))
-        losses[weights] = [trainer.train_step()[0].loss for _ in range(50)]
+        losses[weights] = [trainer.train_step().loss for _ in range(50)]
         trainer.close()
     assert losses["bf16"][-1] < losses["bf16"][0] - 1
     assert losses["bf16"][-1] == pytest.approx(losses["f32"][-1], rel=0.01)
@@ -142,9 +143,9 @@ def in_own_folder(group: Group, tokens: Path, folder: Path, source: Path) -> str
     (mine / ".lock").write_text(f"mark {group.rank}")
     trainer = make_trainer(group, tokens, quick_config(mine, train__weights="bf16", zero__policy="even"))
     trainer.resume(source if group.rank == 0 else mine / "nothing")
-    while trainer.step < STEPS:
+    while trainer.progress.step < STEPS:
         trainer.train_step()
-    trainer.gradients.close()
+    trainer.close()
     return digest(trainer)
 
 
@@ -197,7 +198,7 @@ def flip(group: Group, tokens: Path, policy: str, buffer: str, bit: int) -> str:
     except JidokaHalt as halt:
         return halt.cause
     finally:
-        trainer.gradients.close()
+        trainer.close()
     return "nothing"
 
 
@@ -234,14 +235,14 @@ def train_module(group: Group, zero: bool) -> tuple[str, float, float]:
     from andon.checkpoint.store import weights_blake3
 
     model = Rows().bfloat16()
-    parallel, losses = andon.DataParallel(model, group, slots=4, zero=zero), []
+    parallel, losses = andon.DataParallel(model, group, slots=4), []
+    optimizer = andon.AdamW(parallel, lr=1e-2, zero=Zero("even" if zero else "off"))
     for _ in range(4):
         for slot in parallel.slots:
             x = torch.arange(11)[slot : slot + 4]
-            loss = nn.functional.cross_entropy(model(x), x, reduction="sum")
-            parallel.backward(loss, slot, tokens=4)
-        losses.append(parallel.step(lr=1e-2).loss)
-    parallel.gradients.close()
+            parallel.backward(nn.functional.cross_entropy(parallel(x), x), count=4)
+        losses.append(optimizer.step(clip=1.0).loss)
+    parallel.close()
     return weights_blake3(parallel.arena.parameters), losses[0], losses[-1]
 
 

@@ -20,12 +20,13 @@ from andon.checkpoint.listing import REPLACED, checkpoint_path, steps
 from andon.checkpoint.manifest import NAME, read, verify, verify_named
 from andon.checkpoint.store import load_state
 from andon.config.schema import Config
+from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.integrity.faults import SAVE_PLACES
 from andon.integrity.halt import JidokaHalt
 from andon.run.events import Event
 from andon.run.folder import RunFolder
-from andon.run.loop import Run
+from andon.run.loop import Run, no_event
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests import runs
@@ -265,7 +266,7 @@ def test_moments_are_verified_by_the_rank_that_reads_them(saved: Path, tokens: P
                 trainer.resume(newest)
         trainer.resume(newest)
     finally:
-        trainer.gradients.close()
+        trainer.close()
 
 
 def test_a_checkpoint_that_a_kill_left_set_aside_gets_its_name_again(saved: Path) -> None:
@@ -333,19 +334,18 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(saved: Path, tmp
 def flip_then_save(group: Group, tokens: Path, folder: Path) -> tuple[str, bool]:
     """A bit of rank 1's weights flips between the fingerprints and the snapshot: what the halt says."""
     trainer = make_trainer(group, tokens, quick_config(folder))
-    run = Run(trainer, lambda said: None)
+    assert trainer.checkpointer
     trainer.train_step()
-    trainer.parallel.gather.settle()
+    arena = trainer.model.arena
     if group.rank == 1:
-        trainer.arena.layout.view(trainer.arena.weights, "model.norm.weight").view(torch.int32)[3] ^= 1
-    run.save(wait=False)
+        arena.layout.view(arena.weights, "model.norm.weight").view(torch.int32)[3] ^= 1
+    trainer.checkpointer.save(1)
     try:
-        trainer.train_step(saver=run.saver)
+        trainer.train_step()
     except JidokaHalt as halt:
         return halt.cause, halt.sound
     finally:
-        run.saver.close()
-        trainer.gradients.close()
+        trainer.close()
     return "nothing", True
 
 
@@ -402,16 +402,17 @@ def in_own_folder(group: Group, tokens: Path, folder: Path, resume: bool) -> str
     source = checkpoint_path(folder / "machine-0" / "checkpoints", 2)
     if resume and group.rank:
         source = checkpoint_path(mine / "checkpoints", 2)
-    trainer = make_trainer(group, tokens, quick_config(mine, zero__policy="even"))
+    config = quick_config(mine, zero__policy="even")
+    trainer = make_trainer(group, tokens, config)
     try:
         if resume:
             trainer.resume(source)
-        Run(trainer, lambda said: None).train(lambda: False)
+        Run(config, TokenSet.open(tokens), trainer, no_event).train(lambda: False)
         from tests.training import digest
 
         return digest(trainer)
     finally:
-        trainer.gradients.close()
+        trainer.close()
 
 
 def test_ranks_without_a_common_folder_save_and_resume_through_rank_0(

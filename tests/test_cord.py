@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from andon.engine.order import plan
+from andon.engine.order import make_order
 from andon.errors import UserError
 from andon.integrity.faults import parse
 from andon.integrity.halt import JidokaHalt
@@ -51,7 +51,7 @@ def clean_digests(group: Group, tokens: Path) -> list[str]:
     for _ in range(STEPS):
         trainer.train_step()
         found.append(digest(trainer))
-    trainer.gradients.close()
+    trainer.close()
     return found
 
 
@@ -66,7 +66,7 @@ def run_to_halt(
     except JidokaHalt as halt:
         return halt.fields(), digest(trainer)
     finally:
-        trainer.gradients.close()
+        trainer.close()
     raise AssertionError(f"{faults} did not halt")
 
 
@@ -85,7 +85,7 @@ def injection(chance: random.Random, size: int) -> tuple[tuple[str, ...], int, s
     texts, expected = [], set()
     for rank in chance.sample(range(size), min(size, chance.choice([1, 1, 2]))):
         kind, parameter = chance.choice(["nan", "inf"]), chance.choice(PARAMETERS)
-        slot = chance.choice(plan(8, size).range_of(rank))
+        slot = chance.choice(make_order(8, size).range_of(rank))
         texts.append(f"{kind}:rank={rank},step={step},slot={slot},parameter={parameter}")
         expected.add((rank, slot, parameter, "NaN" if kind == "nan" else "Inf"))
     return tuple(texts), step, expected
@@ -160,13 +160,13 @@ def passing_fault(group: Group, tokens: Path, culprit: int, at: int) -> dict[str
             gradient.view(-1)[at] = float("nan")
             seen.append(slot)
 
-    trainer.gradients.on_gradient = spoil
+    trainer.model.gradients.on_gradient = spoil
     try:
         trainer.train_step()
     except JidokaHalt as halt:
         return halt.fields()
     finally:
-        trainer.gradients.close()
+        trainer.close()
     raise AssertionError("nothing halted")
 
 
@@ -185,8 +185,8 @@ def clean_steps(group: Group, tokens: Path, count: int) -> int:
     trainer = make_trainer(group, tokens, small_config(train__steps=count))
     for _ in range(count):
         trainer.train_step()
-    trainer.gradients.close()
-    return trainer.step
+    trainer.close()
+    return trainer.progress.step
 
 
 @pytest.mark.soak
@@ -199,8 +199,8 @@ def skipping(group: Group, tokens: Path, faults: tuple[str, ...]) -> tuple[str, 
     trainer = make_trainer(group, tokens, small_config(fault=faults, on_nonfinite="skip"))
     for _ in range(STEPS):
         trainer.train_step()
-    trainer.gradients.close()
-    return digest(trainer), trainer.skipped, trainer.step
+    trainer.close()
+    return digest(trainer), trainer.progress.skipped, trainer.progress.step
 
 
 def test_skip_drops_the_step_on_every_rank_alike(tokens: Path) -> None:

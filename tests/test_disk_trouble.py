@@ -8,15 +8,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from andon.checkpoint.listing import checkpoint_path, steps
 from andon.checkpoint.manifest import Manifest, verify
-from andon.checkpoint.saver import CLOSING, Saver
-from andon.checkpoint.snapshot import Snapshot
-from andon.checkpoint.store import Store
+from andon.checkpoint.saver import CANCELLING
 from andon.config.schema import Config
 from andon.engine.trainer import Trainer
 from andon.errors import UserError
@@ -132,7 +129,7 @@ def test_a_save_that_has_room_waits_for_no_removal(tokens: Path, tmp_path: Path)
     started = time.monotonic()
     _, heard = run_alone(tokens, config)
     assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4, 6]
-    assert time.monotonic() - started < CLOSING + 8
+    assert time.monotonic() - started < CANCELLING + 8
 
 
 def test_a_full_disk_stops_the_run_where_that_is_configured(
@@ -295,7 +292,7 @@ def test_a_run_whose_folder_another_has_taken_writes_nothing_there(tmp_path: Pat
 def test_training_goes_on_beside_a_save_that_does_not_end(
     tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("andon.run.loop.PATIENCE", 0.2)
+    monkeypatch.setattr("andon.checkpoint.checkpointer.PATIENCE", 0.2)
     config = quick_config(tmp_path, fault=["stall:rank=0,step=2,at=wrote,seconds=2"], train__steps=40)
     _, heard = run_alone(tokens, config)
     notes = [said["text"] for said in heard if said["event"] == "note"]
@@ -312,28 +309,27 @@ def test_a_save_is_not_late_because_the_steps_are_long(tmp_path: Path, tokens: P
 
 
 def test_a_snapshot_that_changes_in_memory_is_not_published(tmp_path: Path, tokens: Path) -> None:
-    store = Store(tmp_path / "checkpoints", keep=1)
-    trainer = make_trainer(LocalGroup(), tokens, quick_config(tmp_path))
     failed: list[str] = []
 
-    def tell(kind: str, **fields: Any) -> None:
-        failed.extend([fields["reason"]] if kind == "save_failed" else [])
+    def emit(said: Event) -> None:
+        failed.extend([said["reason"]] if said["event"] == "save_failed" else [])
 
-    moments = trainer.parallel.moments_to_save(alone=False)
-    snapshot = Snapshot(trainer.arena, moments, 1, weights=True)
-    saver = Saver(trainer.group, store, snapshot, trainer.faults, tell)
+    folder = tmp_path / "checkpoints"
+    trainer = make_trainer(LocalGroup(), tokens, quick_config(tmp_path, checkpoint__every=0), emit)
+    assert trainer.checkpointer
     try:
-        saver.save_now(1, trainer.texts())
-        saver.request(2, trainer.texts())
-        saver.word()  # the snapshot is there
-        snapshot.weights["lm_head.weight"].view(-1)[0] += 1.0
-        saver.finish()
+        trainer.train_step()
+        trainer.checkpointer.save(1, wait=True)
+        trainer.train_step()
+        trainer.checkpointer.save(2)
+        trainer.checkpointer.status()  # the snapshot is there
+        trainer.checkpointer._saver.snapshot.weights["lm_head.weight"].view(-1)[0] += 1.0
+        trainer.checkpointer.finish()
     finally:
-        saver.close()
-        trainer.gradients.close()
+        trainer.close()
     reason = "rank 0: OSError: lm_head.weight has changed in memory since it was copied"
     assert failed == [reason, reason]
-    assert steps(store.folder) == [1] and newest_good(tmp_path) == (checkpoint_path(store.folder, 1), [])
+    assert steps(folder) == [1] and newest_good(tmp_path) == (checkpoint_path(folder, 1), [])
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_told_of(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from andon.engine.order import plan
+from andon.engine.order import make_order
 from andon.protocol2.client import ServerShutdown, WorkerClient
 from andon.protocol2.server import GradientServer, NonFiniteGradient
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
@@ -94,7 +94,7 @@ def test_a_whole_session_of_plain_workers() -> None:
 def test_the_mean_is_added_in_the_one_order_and_streams_over_many_pieces() -> None:
     rows = [torch.randn(300_001, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     expected = [row.clone() for row in rows]
-    plan(3, 3).add_up(expected)
+    make_order(3, 3).add_up(expected)
     with session(3) as (server, workers), ThreadPoolExecutor(3) as pool:
         for worker, row in zip(workers, rows, strict=True):
             pool.submit(worker.send_gradient, 4, row.tolist(), 1.0, 1, 1)

@@ -16,7 +16,7 @@ import time
 import pytest
 import torch
 
-from andon.engine.order import Order, plan
+from andon.engine.order import Order, make_order
 from andon.transport.base import Group, GroupError, Wire
 from tests.group_harness import World, world, worlds
 
@@ -75,7 +75,7 @@ class Sums:
 def reduce_all_lengths(group: Group, sums: Sums) -> None:
     size = group.world_size
     for slots in (size, size + 3):
-        order = plan(slots, size)
+        order = make_order(slots, size)
         for length in sorted({0, 1, 3, size - 1, size, size + 1, 1023}):
             for allocated in (False, True):
                 rows = rows_of_mine(group, order, length, allocated)
@@ -89,7 +89,7 @@ def reduce_all_lengths(group: Group, sums: Sums) -> None:
 
 def scatter_and_gather_unevenly(group: Group, sums: Sums) -> None:
     for slots in (group.world_size, group.world_size + 3):
-        order = plan(slots, group.world_size)
+        order = make_order(slots, group.world_size)
         for length in (0, 1, 7, 4099):
             bounds = uneven(length, group.world_size)
             mine = slice(bounds[group.rank], bounds[group.rank + 1])
@@ -104,7 +104,7 @@ def scatter_and_gather_unevenly(group: Group, sums: Sums) -> None:
 
 
 def reduce_huge(group: Group, sums: Sums) -> None:
-    order = plan(group.world_size, group.world_size)
+    order = make_order(group.world_size, group.world_size)
     rows = rows_of_mine(group, order, HUGE, allocated=True)
     group.all_reduce(rows)
     same_bits(group, rows[0])

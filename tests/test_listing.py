@@ -37,7 +37,7 @@ def test_a_checkpoint_is_a_folder_whose_name_tells_its_step(tmp_path: Path) -> N
     ("every", "last", "saved"), [(3, 10, [3, 6, 9, 10]), (5, 10, [5, 10]), (0, 10, [10]), (20, 10, [10])]
 )
 def test_every_interval_is_saved_and_always_the_last_step(every: int, last: int, saved: list[int]) -> None:
-    assert [step for step in range(last + 1) if should_save(step, every, last)] == saved
+    assert [step for step in range(last + 1) if should_save(step, every, step == last)] == saved
 
 
 def test_the_last_ones_and_every_nth_are_kept() -> None:

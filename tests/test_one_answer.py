@@ -12,7 +12,9 @@ from andon.checkpoint.store import weights_blake3
 from andon.config.schema import Config
 from andon.data.batches import Batches
 from andon.data.token_set import TokenSet
+from andon.engine.optimizer import Totals
 from andon.engine.order import middle
+from andon.engine.trainer import Trainer
 from andon.model.llama import Llama
 from andon.optim import schedules
 from andon.transport.base import Group
@@ -120,25 +122,30 @@ def test_clipping_does_not_change_the_answer(tokens: Path, size: int) -> None:
 def uneven_gradient(group: Group, tokens: Path, config: Config) -> tuple[bytes, bytes]:
     """One step in which slot s counts only its first 3 + s targets: the mean, and the mean by definition."""
     trainer = make_trainer(group, tokens, config)
-    for slot in trainer.gradients.slots:
+    expected = global_mean(trainer, config)
+    found: list[Tensor] = []
+
+    def judge(step: int, totals: Totals) -> bool:
+        found.append(trainer.model.gradients.rows[0] / totals.tokens)
+        return False
+
+    trainer.optimizer.judge = judge
+    for slot in trainer.model.slots:
         x, y = trainer.batch(1, slot)
         y = y.clone()
         y[:, 3 + slot :] = -100
-        trainer.gradients.backward(trainer.model(x, y), slot, int((y != -100).sum()))
-    totals = trainer.gradients.finish()
-    mean = trainer.gradients.total / totals.tokens
+        trainer.model.backward(trainer.model(x, y), int((y != -100).sum()), reduction="sum")
+    totals = trainer.optimizer.step()
     assert totals.tokens == sum(2 * min(16, 3 + slot) for slot in range(8))
-    trainer.gradients.close()
-    return mean.numpy().tobytes(), global_mean(trainer, tokens).numpy().tobytes()
+    trainer.close()
+    return found[0].numpy().tobytes(), expected.numpy().tobytes()
 
 
-def global_mean(trainer: object, tokens: Path) -> Tensor:
+def global_mean(trainer: Trainer, config: Config) -> Tensor:
     """The gradient of the loss averaged over all counted tokens of the step, in float64."""
-    from andon.engine.trainer import Trainer
-
-    assert isinstance(trainer, Trainer)
-    model = Llama(trainer.config.shape).double()
-    model.load_state_dict({name: value.double() for name, value in trainer.model.state_dict().items()})
+    model = Llama(config.shape).double()
+    weights = trainer.model.module.state_dict()
+    model.load_state_dict({name: value.double() for name, value in weights.items()})
     losses, count = [], 0
     for slot in range(8):
         x, y = trainer.batch(1, slot)
@@ -149,10 +156,10 @@ def global_mean(trainer: object, tokens: Path) -> Tensor:
         )
         count += int((y != -100).sum())
     (torch.stack(losses).sum() / count).backward()  # type: ignore[no-untyped-call]
-    flat = torch.zeros(trainer.arena.layout.size)
+    flat = torch.zeros(trainer.model.arena.layout.size)
     for name, value in model.named_parameters():
         assert value.grad is not None
-        trainer.arena.layout.view(flat, name).copy_(value.grad)
+        trainer.model.arena.layout.view(flat, name).copy_(value.grad)
     return flat
 
 

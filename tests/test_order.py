@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from andon.engine.order import Order, apart, cover, middle, plan, plan_ranges, shares
+from andon.engine.order import Order, apart, cover, make_order, middle, plan_ranges, shares
 
 RNG = np.random.default_rng(7)
 VALUES = (RNG.standard_normal(64) * 10.0 ** RNG.integers(-6, 6, 64)).astype(np.float32)
@@ -46,7 +46,7 @@ def fold(order: Order, rank: int) -> list[Value]:
 def test_every_world_size_adds_up_to_the_one_worker_sum(slots: int) -> None:
     expected = tree_sum(0, slots)
     for world in range(1, slots + 1):
-        order = plan(slots, world)
+        order = make_order(slots, world)
         leaves = [value for rank in range(world) for value in fold(order, rank)]
         assert len(leaves) == len(order.leaves)
         order.add_up(leaves)
@@ -63,17 +63,17 @@ def test_uneven_ranges_left_by_a_lost_worker_add_up_too() -> None:
 
 def test_powers_of_two_give_one_node_per_worker() -> None:
     for slots, world in [(8, 1), (8, 2), (8, 4), (8, 8), (64, 16)]:
-        assert all(len(nodes) == 1 for nodes in plan(slots, world).nodes)
+        assert all(len(nodes) == 1 for nodes in make_order(slots, world).nodes)
 
 
 def test_a_worker_needs_few_buffers() -> None:
-    assert [plan(slots, 1).rows(0) for slots in (1, 2, 4, 8, 16, 64)] == [1, 1, 2, 3, 4, 6]
+    assert [make_order(slots, 1).rows(0) for slots in (1, 2, 4, 8, 16, 64)] == [1, 1, 2, 3, 4, 6]
 
 
 def test_slots_of_a_step_are_disjoint_and_complete() -> None:  # C-SHARD-001
     for slots in range(1, 65):
         for world in range(1, slots + 1):
-            order = plan(slots, world)
+            order = make_order(slots, world)
             seen = [slot for rank in range(world) for slot in order.range_of(rank)]
             assert seen == list(range(slots))
             sizes = [len(order.range_of(rank)) for rank in range(world)]
@@ -98,12 +98,12 @@ def test_shares_are_complete_and_within_one_grain() -> None:
 
 def test_more_workers_than_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="5 workers cannot share 4 slots"):
-        plan(4, 5)
+        make_order(4, 5)
 
 
 @pytest.mark.parametrize(
     "order",
-    [plan(slots, world) for slots in range(1, 18) for world in range(1, min(slots, 6) + 1)]
+    [make_order(slots, world) for slots in range(1, 18) for world in range(1, min(slots, 6) + 1)]
     + [plan_ranges(16, bounds) for bounds in [(0, 5, 5, 16), (0, 1, 2, 16), (0, 0, 16), (0, 7, 9, 13, 16)]],
     ids=lambda order: f"{order.slots}-{'-'.join(map(str, order.bounds))}",
 )
@@ -148,13 +148,13 @@ TREES = {
 @pytest.mark.parametrize("slots", TREES)
 def test_the_tree_splits_after_the_largest_power_of_two(slots: int) -> None:
     leaves = [Term(str(slot)) for slot in range(slots)]
-    plan(slots, slots).add_up(leaves)
+    make_order(slots, slots).add_up(leaves)
     assert leaves[0].text == TREES[slots]
 
 
 @pytest.mark.parametrize("slots", TREES)
 def test_one_worker_folds_its_slots_into_the_same_tree(slots: int) -> None:
-    order = plan(slots, 1)
+    order = make_order(slots, 1)
     rows = [Term("nothing") for _ in range(order.rows(0))]
     for step in order.folds(0):
         if step.accumulate:

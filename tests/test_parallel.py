@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import andon
 from andon.checkpoint.store import weights_blake3
+from andon.optim.sharding import Zero
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests.group_harness import World
@@ -55,23 +56,23 @@ def batch(step: int, slot: int) -> Tensor:
 def train(group: Group, name: str, zero: bool) -> tuple[str, float, float, int]:
     """Three steps: digest of the trained weights, first and last loss, and how many parameters took part."""
     torch.manual_seed(group.rank)  # other weights on every rank: rank 0's are taken
-    model = MODELS[name]()
+    module = MODELS[name]()
     if name == "lora":
         torch.manual_seed(5)  # frozen weights do not travel: they come from the same checkpoint everywhere
-        model = MODELS[name]()
-    model.train()
-    parallel = andon.DataParallel(model, group, slots=SLOTS, zero=zero)
-    assert parallel.ownership.shared == zero
+        module = MODELS[name]()
+    module.train()
+    model = andon.DataParallel(module, group, slots=SLOTS)
+    optimizer = andon.AdamW(model, lr=1e-2, zero=Zero("even" if zero else "off"))
     losses = []
     for step in range(1, 4):
-        for slot in parallel.slots:
+        for slot in model.slots:
             x = batch(step % 2, slot)
             logits = model(input_ids=x).logits[:, :-1]
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
-            parallel.backward(loss, slot, tokens=x[:, 1:].numel())
-        losses.append(parallel.step(lr=1e-2).loss)
-    parallel.gradients.close()
-    trained: dict[str, Any] = parallel.arena.parameters
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+            model.backward(loss, count=x[:, 1:].numel())
+        losses.append(optimizer.step(clip=1.0).loss)
+    model.close()
+    trained: dict[str, Any] = model.arena.parameters
     return weights_blake3(trained), losses[0], losses[-1], len(trained)
 
 
@@ -88,35 +89,69 @@ def test_a_model_of_the_field_trains_to_the_same_bits_on_one_and_three_ranks(nam
 
 
 def test_a_bad_gradient_halts_and_leaves_the_weights() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    parallel = andon.DataParallel(model, LocalGroup(), slots=1)
-    before = parallel.arena.weights.clone()
-    parallel.backward(model(torch.full((1, 3), float("inf"))).sum(), slot=0, tokens=1)
+    model = andon.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), LocalGroup(), slots=1)
+    optimizer = andon.AdamW(model, lr=0.1)
+    before = model.arena.weights.clone()
+    model.backward(model(torch.full((1, 3), float("inf"))).sum(), count=1)
     with pytest.raises(andon.JidokaHalt, match="halted at step 1: rank 0 computed a bad gradient of"):
-        parallel.step(lr=0.1)
-    assert torch.equal(parallel.arena.weights, before)
-    parallel.close()
+        optimizer.step()
+    assert torch.equal(model.arena.weights, before)
+    model.close()
 
 
-def test_slots_out_of_turn_and_a_backward_that_failed_are_refused() -> None:
-    model = nn.Linear(3, 1)
-    parallel = andon.DataParallel(model, LocalGroup(), slots=2)
+def test_a_slot_too_many_or_too_few_and_a_backward_that_failed_are_refused() -> None:
+    model = andon.DataParallel(nn.Linear(3, 1), LocalGroup(), slots=2)
+    optimizer = andon.AdamW(model, lr=0.1)
     x = torch.ones(1, 3)
-    with pytest.raises(ValueError, match="slot 1 came where slot 0 was due"):
-        parallel.backward(model(x).sum(), slot=1, tokens=1)
-    with pytest.raises(ValueError, match="the end of the step came where slot 0 was due"):
-        parallel.step(lr=0.1)
-    parallel.backward(model(x).sum(), slot=0, tokens=1)
-    with pytest.raises(ValueError, match="slot 0 came where slot 1 was due"):
-        parallel.backward(model(x).sum(), slot=0, tokens=1)
+    with pytest.raises(ValueError, match="the step ends, but slot 0 has had no backward"):
+        optimizer.step()
+    model.backward(model(x).sum(), count=1)
+    with pytest.raises(ValueError, match="the step ends, but slot 1 has had no backward"):
+        optimizer.step()
+    model.backward(model(x).sum(), count=1)
+    with pytest.raises(ValueError, match="all 2 slots of this step are done"):
+        model.backward(model(x).sum(), count=1)
+    optimizer.step()
     with pytest.raises(RuntimeError):
-        parallel.backward(torch.zeros(()), slot=1, tokens=1)  # nothing to differentiate
+        model.backward(torch.zeros(()), count=1)  # nothing to differentiate
     with pytest.raises(RuntimeError, match="an earlier backward failed"):
-        parallel.step(lr=0.1)
-    parallel.close()
+        optimizer.step()
+    model.close()
 
 
-def test_alone_one_joins_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_model_leaves_the_callers_group_open() -> None:
+    with World("shm", 2) as world:
+        assert world.run(close_and_go_on) == [2.0, 2.0]
+
+
+def close_and_go_on(group: Group) -> float:
+    model = andon.DataParallel(nn.Linear(3, 1), group, slots=2)
+    model.close()
+    one = torch.ones(1)
+    group.all_reduce(one)
+    return one.item()
+
+
+def test_the_state_dict_is_read_after_updated_weights_have_arrived() -> None:
+    with World("torch", 2) as world:
+        mine, theirs = world.run(updated_state)
+    assert mine == theirs
+
+
+def updated_state(group: Group) -> dict[str, list[float]]:
+    torch.manual_seed(1)
+    model = andon.DataParallel(
+        nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 1)), group, 2, overlap_gather=True
+    )
+    optimizer = andon.AdamW(model, lr=0.1)
+    model.backward(model(torch.ones(1, 40)).sum(), count=1)
+    optimizer.step()
+    state = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+    model.close()
+    return state
+
+
+def test_alone_one_gets_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert "WORLD_SIZE" not in os.environ
-    assert andon.join().world_size == 1
+    assert andon.init().world_size == 1

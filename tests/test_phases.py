@@ -19,7 +19,7 @@ Action = tuple[str, Callable[[Save], object]]
 def begun(world: int, step: int = 1) -> Save:
     save = Save(world, SECONDS)
     assert save.request(step)
-    save.look(0.0)
+    save.check_deadline(0.0)
     return save
 
 
@@ -83,9 +83,9 @@ def test_a_failure_aborts_once_nobody_is_writing_any_more() -> None:
 def test_a_save_that_takes_too_long_is_given_up_and_names_who_is_late() -> None:
     save = begun(3)
     save.ack(0, save.turn, ())
-    save.look(SECONDS)
+    save.check_deadline(SECONDS)
     assert phase(save) is Phase.REQUESTED
-    save.look(SECONDS + 0.1)
+    save.check_deadline(SECONDS + 0.1)
     assert phase(save) is Phase.TRAINING and "rank 1, 2 did not finish requested within 10 s" in save.reason
 
 
@@ -141,7 +141,7 @@ def play(save: Save, oracle: Oracle, kind: str, rank: int) -> None:
         case "die":
             save.abort("lost")
         case "late":
-            save.look(1e9)
+            save.check_deadline(1e9)
         case "request":
             if before is not Phase.TRAINING:
                 assert not save.request(7)
@@ -194,7 +194,7 @@ class Lives(RuleBasedStateMachine):
     def request(self) -> None:
         turn = self.save.turn
         assert self.save.request(turn + 1) and self.save.turn == turn + 1
-        self.save.look(self.now)
+        self.save.check_deadline(self.now)
         self.oracle = Oracle(self.world)
 
     @rule(
@@ -220,7 +220,7 @@ class Lives(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         before = self.save.phase
-        self.save.look(self.now)
+        self.save.check_deadline(self.now)
         assert self.save.phase in (before, Phase.TRAINING)
 
     @invariant()

@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from andon.checkpoint.moments import Moments
 from andon.config.load import build
+from andon.engine.optimizer import AdamW
 from andon.engine.parallel import DataParallel
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
-from andon.optim.sharding import Policy, Zero
+from andon.optim.shard_map import Policy
+from andon.optim.sharding import Zero
 from andon.run.plan import live_activations, make_plan
+from andon.transport.base import Group
 from andon.transport.local import thread_groups
 from tests.memory import peak_memory
 from tests.runs import andon
@@ -94,13 +98,15 @@ def test_weights_gradients_and_moments_are_counted(workers: int, slots: int, row
 @pytest.mark.parametrize("policy", ["off", "even", "contiguous"])
 def test_the_copies_for_a_save_are_the_moments_shared_out_and_on_rank_0_the_weights(policy: Policy) -> None:
     model, zero = Llama(SHAPES["tiny"]), Zero(policy)
+
+    def kept_by(group: Group) -> int:
+        parallel = DataParallel(copy.deepcopy(model), group, slots=2)
+        moments = Moments(AdamW(parallel, lr=0.1, zero=zero), rank_0_writes_all=False)
+        parallel.close()
+        return sum(4 * each.numel() for each in moments.to_save().values())
+
     with ThreadPoolExecutor(2) as pool:
-        parallels = list(
-            pool.map(lambda group: DataParallel(copy.deepcopy(model), group, 2, None, zero), thread_groups(2))
-        )
-    kept = [sum(4 * each.numel() for each in one.moments_to_save(alone=False).values()) for one in parallels]
-    for one in parallels:
-        one.close()
+        kept = list(pool.map(kept_by, thread_groups(2)))
     config = build({}, {"model.preset": "tiny", "workers": 2, "zero.policy": policy}).on_this_machine()
     memory = make_plan(config).memory
     assert memory.snapshot == pytest.approx(max(kept), rel=0.02)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from andon.engine.order import plan, shares
+from andon.engine.order import make_order, shares
 from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Wire
 from andon.transport.tcp.ring import RingGroup
 from tests.group_harness import World
@@ -103,7 +103,7 @@ def test_a_rank_sends_its_part_of_the_vector_twice_round_and_not_a_byte_more(
 def test_two_ranks_get_the_sum_in_the_one_order() -> None:
     data = vectors(2, 1_000_001)
     expected = [row.clone() for row in data]
-    plan(2, 2).add_up(expected)
+    make_order(2, 2).add_up(expected)
     with ring(2) as groups:
         everyone(groups, partial(reduce_mine, data))
     assert torch.equal(data[0], expected[0])

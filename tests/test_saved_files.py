@@ -7,12 +7,15 @@ import json
 import os
 import shutil
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from blake3 import blake3
 
+from andon.engine.trainer import Trainer
+from andon.run.events import Event
 from tests import oracle
 from tests.runs import andon
 from tests.saving import quick_config, run_alone
@@ -174,6 +177,21 @@ def test_moments_that_do_not_cover_a_parameter_are_refused(checkpoint: Path) -> 
 
 
 # The order in which it is written
+
+
+def test_no_weight_changes_before_it_has_been_copied(tmp_path: Path) -> None:
+    """Copying takes far longer than a step: what is saved is still one step's state, and the same as ever."""
+    tokens, units = small_tokens(tmp_path / "cache"), []
+
+    def copy_slowly(said: Event, trainer: Trainer) -> None:
+        if said["event"] == "start":
+            trainer.model.phases.on_enter = lambda place, step: time.sleep(0.01 * (place == "snapshot"))
+
+    for name, on_event in (("quick", None), ("slow", copy_slowly)):
+        run_alone(tokens, quick_config(tmp_path / name), *([on_event] if on_event else []))
+        manifest = read_manifest(tmp_path / name / "checkpoints" / "checkpoint-2")
+        units.append((manifest["units"], manifest["files"]["optimizer-00000-of-00001.safetensors"]["blake3"]))
+    assert units[0] == units[1]
 
 
 def test_files_are_on_disk_before_the_manifest_and_the_manifest_before_the_name(

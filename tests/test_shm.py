@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.engine.order import plan
+from andon.engine.order import make_order
 from andon.errors import UserError
 from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Wire
 from andon.transport.shm.group import ShmGroup
@@ -21,7 +21,7 @@ LONG = STAGE // 4 * 3 + 17  # more than a staging area of floats
 
 def reduce_views(group: Group, wire: Wire) -> None:
     """Sub-ranges of allocated rows, in all ranks or (the others are staged) in some."""
-    order = plan(group.world_size + 3, group.world_size)
+    order = make_order(group.world_size + 3, group.world_size)
     arena = group.allocate(order.rows(group.rank), LONG + 100)
     for start, length in ((0, 1), (3, 1000), (100, LONG)):
         for in_arena in (range(group.world_size), [0], [group.world_size - 1]):
@@ -67,7 +67,7 @@ def reduce_many(group: Group, times: int) -> None:
 
 def reduce_on_the_gpu(group: Group, wire: Wire) -> None:
     """Ranks that share one GPU; the first contributes from memory of the host."""
-    order = plan(group.world_size + 3, group.world_size)
+    order = make_order(group.world_size + 3, group.world_size)
     for length in (0, 1, 1000, LONG):
         rows = rows_of_mine(group, order, length, allocated=True)
         rows = rows if group.rank == 0 else rows.cuda()
@@ -90,7 +90,7 @@ def disagree(group: Group, how: str) -> None:
     elif how == "operation":
         group.barrier() if rank else group.all_reduce(torch.zeros(10))
     else:
-        group.all_reduce(torch.zeros(3, 10), plan(group.world_size + rank, group.world_size))
+        group.all_reduce(torch.zeros(3, 10), make_order(group.world_size + rank, group.world_size))
 
 
 def leave_early(group: Group) -> float:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from andon.engine.order import plan
+from andon.engine.order import make_order
 from andon.errors import UserError
 from andon.transport import open_group
 from andon.transport.base import Group, GroupTimeout, PeerLost
@@ -20,7 +20,7 @@ from tests.group_harness import World
 def reduce_plainly(group: Group) -> None:
     """Torch's own all-reduce: the sum, in an order of its own."""
     plain = TorchGroup(canonical=False)
-    order = plan(group.world_size + 3, group.world_size)
+    order = make_order(group.world_size + 3, group.world_size)
     rows = torch.full((len(order.nodes[group.rank]), 100), float(group.rank + 1))
     plain.all_reduce(rows, order)
     want = sum((rank + 1) * len(order.nodes[rank]) for rank in range(group.world_size))
@@ -120,7 +120,7 @@ def test_a_group_that_made_its_process_group_destroys_it() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nccl_gives_the_sum_on_the_gpu() -> None:
-    order = plan(5, 1)
+    order = make_order(5, 1)
     with init_torch(Alone(), "127.0.0.1", 30.0, backend="nccl") as group:
         rows = torch.arange(10.0).cuda().reshape(1, 10)
         group.all_reduce(rows, order)

@@ -15,7 +15,8 @@ from andon.config.schema import Config
 from andon.engine.arena import CELL, Arena
 from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
-from andon.optim.sharding import Ownership, Policy
+from andon.optim.shard_map import Policy
+from andon.optim.sharding import Ownership, Zero
 from andon.run.plan import make_plan
 from andon.transport.base import Group, PeerLost
 from andon.transport.local import LocalGroup
@@ -42,7 +43,7 @@ def train_all(group: Group, tokens: Path, policies: list[str]) -> dict[str, str]
         for _ in range(STEPS):
             trainer.train_step()
         found[policy] = digest(trainer)
-        trainer.gradients.close()
+        trainer.close()
     return found
 
 
@@ -62,18 +63,16 @@ def test_every_policy_gives_the_answer(tokens: Path, answer: str, transport: str
         assert result == dict.fromkeys(SETTINGS, answer)
 
 
-def train_beside(group: Group, tokens: Path, tied: bool) -> tuple[str, str]:
-    """The digests after training with the gather at once, and beside the next forward."""
+def train_overlapped(group: Group, tokens: Path, tied: bool) -> tuple[str, str]:
+    """The digests after training with the gather at once, and while the next forward computes."""
     digests = []
-    for beside in (False, True):
+    for overlap in (False, True):
         trainer = make_trainer(group, tokens, small_config(zero__policy="even", model__tied=tied))
-        if beside:
-            trainer.parallel.gather.beside_forward(trainer.model)
+        trainer.model.gather.hook(trainer.model.module, overlap)
         for _ in range(STEPS):
             trainer.train_step()
-        trainer.parallel.gather.settle()
         digests.append(digest(trainer))
-        trainer.gradients.close()
+        trainer.close()
     return digests[0], digests[1]
 
 
@@ -81,18 +80,18 @@ def train_beside(group: Group, tokens: Path, tied: bool) -> tuple[str, str]:
     ("transport", "size"), [*worlds(2, processes_only=True), ("shm", 3), ("star", 3), ("ring", 3)]
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_gather_beside_the_next_forward_gives_the_answer(
+def test_a_gather_during_the_next_forward_gives_the_answer(
     tokens: Path, transport: str, size: int, tied: bool
 ) -> None:
     with World(transport, size) as world:
-        results = world.run(train_beside, tokens, tied)
+        results = world.run(train_overlapped, tokens, tied)
     assert len({each for pair in results for each in pair}) == 1
 
 
 def test_forward_waits_for_its_unit_and_tells_what_went_wrong_with_the_gather(tokens: Path) -> None:
     trainer = make_trainer(LocalGroup(), tokens, small_config(zero__policy="even"))
-    gather, x = trainer.parallel.gather, trainer.batch(1, 0)
-    gather.beside_forward(trainer.model)
+    model, x = trainer.model, trainer.batch(1, 0)
+    model.gather.hook(model.module, overlap=True)
     asked, may_go_on = [], threading.Event()
 
     def all_gather(flat: torch.Tensor, bounds: Sequence[int]) -> None:
@@ -101,17 +100,16 @@ def test_forward_waits_for_its_unit_and_tells_what_went_wrong_with_the_gather(to
         if len(asked) == 3:
             raise PeerLost(1, "all-gather", 0.0)
 
-    trainer.group.all_gather = all_gather  # type: ignore[method-assign]
-    gather.begin()
+    model.group.all_gather = all_gather  # type: ignore[method-assign]
+    model.gather.begin(trainer.optimizer.ownership)
     assert not asked
     may_go_on.set()
     with pytest.raises(PeerLost):  # in the second block
-        trainer.model(*x)
-    units = [trainer.arena.weights[unit.start :].data_ptr() for unit in trainer.arena.layout.units]
+        model(*x)
+    units = [model.arena.buffer[unit.start :].data_ptr() for unit in model.arena.layout.units]
     assert asked == units[::-1][:3]
     with pytest.raises(PeerLost):
-        gather.settle()
-    trainer.close()
+        trainer.close()
 
 
 def tiny(policy: str, replicas: int = 1) -> Config:
@@ -124,9 +122,9 @@ def moment_bytes(group: Group, tokens: Path, policy: Policy, replicas: int) -> t
     """The memory of the moments after a step, each buffer counted whole, and the number of units."""
     trainer = make_trainer(group, tokens, tiny(policy, replicas))
     trainer.train_step()
-    memory = {flat.untyped_storage() for flat in trainer.parallel.optimizer.moments.values()}
-    trainer.gradients.close()
-    return sum(storage.nbytes() for storage in memory), len(trainer.arena.layout.units)
+    memory = {flat.untyped_storage() for flat in trainer.optimizer.rule.state.values()}
+    trainer.close()
+    return sum(storage.nbytes() for storage in memory), len(trainer.model.arena.layout.units)
 
 
 def sent_in_a_step(group: Group, tokens: Path, policies: list[str]) -> dict[str, int]:
@@ -135,10 +133,10 @@ def sent_in_a_step(group: Group, tokens: Path, policies: list[str]) -> dict[str,
     for policy in policies:
         trainer = make_trainer(group, tokens, tiny(policy))
         trainer.train_step()
-        before = group.bytes_sent
+        before = trainer.model.group.bytes_sent
         trainer.train_step()
-        found[policy] = group.bytes_sent - before
-        trainer.gradients.close()
+        found[policy] = trainer.model.group.bytes_sent - before
+        trainer.close()
     return found
 
 
@@ -162,20 +160,20 @@ def flip_replica(group: Group, tokens: Path) -> str:
     trainer = make_trainer(group, tokens, small_config(zero__policy="even", zero__replicas=2))
     trainer.train_step()
     if group.rank == 1:
-        trainer.parallel.optimizer.moments["second"].view(torch.int32)[-7] ^= 1 << 20
+        trainer.optimizer.rule.state["second"].view(torch.int32)[-7] ^= 1 << 20
     try:
-        trainer.parallel.compare(1, b"the same")
+        trainer.train_step()
     except JidokaHalt as halt:
         return halt.cause
     finally:
-        trainer.gradients.close()
+        trainer.close()
     return "nothing"
 
 
 def test_a_replica_that_differs_halts_and_is_named(tokens: Path) -> None:
     with World("shm", 3) as world:
         causes = world.run(flip_replica, tokens)
-    assert causes == ["the moments that rank 0 owns differ from their replica on rank 1"] * 3
+    assert causes == ["the optimizer state that rank 0 owns differs from its replica on rank 1"] * 3
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -192,7 +190,7 @@ def test_a_rank_holds_its_share_of_the_optimizer_state(tokens: Path, size: int) 
 @pytest.mark.parametrize("world", range(1, 6))
 def test_parts_are_complete_and_disjoint_and_start_on_cells(policy: Policy, world: int) -> None:
     layout = Arena(Llama(small_config().shape)).layout
-    ownership = Ownership.of(layout, world, policy)
+    ownership = Ownership.of(layout, world, Zero(policy))
     covered = [part for rank in range(1 if policy == "off" else world) for part in ownership.parts(rank)]
     assert all(start % CELL == 0 for start, _ in covered)
     at = 0
@@ -210,7 +208,9 @@ def test_whole_unit_policies_put_blocks_where_their_names_say() -> None:
     owners = {
         policy: {
             unit.name: next(rank for rank in range(2) if bounds[rank] < bounds[rank + 1])
-            for unit, bounds in zip(layout.units, Ownership.of(layout, 2, policy).bounds or (), strict=True)
+            for unit, bounds in zip(
+                layout.units, Ownership.of(layout, 2, Zero(policy)).bounds or (), strict=True
+            )
         }
         for policy in ("round_robin", "contiguous")
     }

@@ -13,6 +13,9 @@ from andon.config.schema import Config
 from andon.data.build import Corpus, prepare
 from andon.data.token_set import TokenSet
 from andon.engine.trainer import Trainer
+from andon.run.build import build_trainer
+from andon.run.events import Emit
+from andon.run.loop import no_event
 from andon.transport.base import Group
 
 SMALL: dict[str, Any] = {
@@ -41,23 +44,24 @@ def small_tokens(folder: Path) -> Path:
     return prepare(Corpus(vocab_size=300, stories_count=300), folder).folder
 
 
-def make_trainer(group: Group, tokens: Path, config: Config) -> Trainer:
+def make_trainer(group: Group, tokens: Path, config: Config, emit: Emit = no_event) -> Trainer:
     """A trainer on a group that outlives it."""
     torch.set_num_threads(1)
-    return Trainer(config, TokenSet.open(tokens), group, torch.device("cpu"))
+    return build_trainer(config, TokenSet.open(tokens), group, torch.device("cpu"), emit)
 
 
 def digest(trainer: Trainer) -> str:
     """The digest of weights and moments together, whoever holds the moments."""
-    parallel, layout = trainer.parallel, trainer.arena.layout
-    state: dict[str, torch.Tensor] = dict(trainer.arena.parameters)
-    for kind, flat in parallel.optimizer.moments.items():
+    model, optimizer = trainer.model, trainer.optimizer
+    layout = model.arena.layout
+    state: dict[str, torch.Tensor] = dict(model.arena.parameters)
+    for kind, flat in optimizer.rule.state.items():
         whole, at = torch.zeros(layout.size), 0
-        for start, stop in parallel.own:
+        for start, stop in optimizer.owned_parts:
             whole[start:stop] = flat[at : at + stop - start]
             at += stop - start
-        for unit, bounds in zip(layout.units, parallel.ownership.bounds or (), strict=False):
-            trainer.group.all_gather(whole[unit.start : unit.stop], bounds)
+        for unit, bounds in zip(layout.units, optimizer.ownership.bounds or (), strict=False):
+            model.group.all_gather(whole[unit.start : unit.stop], bounds)
         state |= {f"{kind}.{name}": view for name, view in layout.views(whole).items()}
     return weights_blake3(state)
 
@@ -68,6 +72,6 @@ def train_digest(group: Group, tokens: Path, config: Config) -> str:
     try:
         for _ in range(config.train.steps):
             trainer.train_step()
-        return weights_blake3(trainer.arena.parameters)
+        return weights_blake3(trainer.model.arena.parameters)
     finally:
-        trainer.gradients.close()
+        trainer.close()

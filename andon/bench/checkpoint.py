@@ -3,7 +3,7 @@
 *Stall* is how long the step loop waits for a save: the request, and what is left of the snapshot before the
 next exchange. It is set against one plain copy of the whole state (weights and AdamW's moments) from memory
 to memory, and against the stall of `torch.distributed.checkpoint.async_save` (Gloo, one rank) for the same
-state. *Slow-down* is the time of the steps beside a save against the steps before it. Throughput is that of
+state. *Slow-down* is the time of the steps during a save against the steps before it. Throughput is that of
 a save with nothing else to do, against plain writes of as many bytes with fsync. Rounds take turns; medians
 count, and the slowest rank.
 """
@@ -110,7 +110,7 @@ def main(preset: str, ranks: int, tokens: int, repetitions: int, folder: Path, a
     console.print(table)
     console.print(f"stall: {result.stall_over_async_save:.3f} × that of async_save")
     console.print(
-        f"step {result.step_s:.2f} s; beside the snapshot × {result.step_with_snapshot:.2f}, while a save is "
+        f"step {result.step_s:.2f} s; during the snapshot × {result.step_with_snapshot:.2f}, while a save is "
         f"written × {result.step_while_writing:.2f}, while async_save writes × "
         f"{result.step_while_async_save_writes:.2f}; on disk after {result.save_beside_training_s:.1f} s"
     )

@@ -20,68 +20,56 @@ from blake3 import blake3
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from andon.bench.train_rank import LR, batch
-from andon.checkpoint.format import CHUNK, as_bytes
-from andon.checkpoint.saver import Saver
-from andon.checkpoint.snapshot import Snapshot
-from andon.checkpoint.store import Store
-from andon.engine.parallel import DataParallel
-from andon.integrity.faults import Faults
-from andon.model.llama import Llama
+from andon.bench.train_rank import RandomBatches, initialised, make_optimizer, make_trainer
+from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
+from andon.checkpoint.format import CHUNK_BYTES, as_bytes
+from andon.checkpoint.progress import Progress
 from andon.model.shape import SHAPES
+from andon.optim.sharding import Zero
 from andon.transport import open_group
 from andon.transport.torch_dist import StoreRendezvous
 
 PLAIN_STEPS = 3
-MOST_STEPS = 12  # beside one save: enough for a median
+MOST_STEPS = 12  # during one save: enough for a median
 
 
 class Bench:
-    """One rank: a model that trains, and its saver."""
+    """One rank: a model that trains, and its checkpointer."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
         rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=120.0)
         self.group = open_group("shm" if task["ranks"] > 1 else "local", rendezvous)
-        self.leads, self.folder = self.group.rank == 0, Path(task["folder"])
+        self.is_rank_0, self.folder = self.group.rank == 0, Path(task["folder"])
         shape = SHAPES[task["preset"]]
-        self.model = Llama(shape)
-        self.model.initialise(1)
-        self.parallel = DataParallel(self.model, self.group, slots=task["ranks"])
-        context = min(task["tokens"], shape.context)
-        self.x, self.y = batch(shape, task["rank"], 1, task["tokens"] // context, context)
-        self.saves: list[float] = []
-        moments = self.parallel.moments_to_save(alone=False)
-        snapshot = Snapshot(self.parallel.arena, moments, self.group.world_size, weights=self.leads)
-        self.saver = Saver(self.group, Store(self.folder, keep=1), snapshot, Faults((), 0), self._tell)
-        self.flats = [self.parallel.arena.weights, *self.parallel.optimizer.moments.values()]
-        self.copies = [flat.clone() for flat in self.flats] if self.leads else []
+        optimizer = make_optimizer(initialised(shape), self.group, Zero("off"))
+        facts = RunFacts(self.folder, state={}, files={})
+        self.checkpointer = Checkpointer(optimizer, Progress(), facts, SaveSettings(keep=1), self._tell)
+        batches = RandomBatches(shape, task["tokens"], seed=task["rank"])
+        self.trainer = make_trainer(optimizer, batches, self.checkpointer)
+        self.arena = optimizer.model.arena
+        self.flats = [self.arena.weights, *optimizer.rule.state.values()]
+        self.copies = [flat.clone() for flat in self.flats] if self.is_rank_0 else []
         self.bytes = sum(flat.nbytes for flat in self.flats)
-        self.number = 0
+        self.saves: list[dict[str, Any]] = []
 
     def _tell(self, kind: str, **fields: Any) -> None:
         if kind == "save_failed":
             raise RuntimeError(fields["reason"])
         if kind == "checkpoint":
-            self.saves.append(fields["seconds"])
+            self.saves.append(fields)
 
     def step(self) -> float:
         """One step as in training; its seconds."""
-        started, parallel = time.perf_counter(), self.parallel
-        self.number += 1
-        parallel.backward(self.model(self.x, self.y), parallel.slots[0], self.y.numel())
-        prints = parallel.fingerprints.take(f"{self.number} {LR}")
-        totals = parallel.gradients.finish(False, self.saver.word())
-        self.saver.hear(totals.words)
-        parallel.compare(self.number, prints)
-        parallel.update(totals, LR, clip=1.0)
+        started = time.perf_counter()
+        self.trainer.train_step()
         return time.perf_counter() - started
 
     def timed(self, work: Callable[[], object]) -> float:
         """Rank 0 does something while the others wait; its seconds."""
         self.group.barrier()
         started = time.perf_counter()
-        if self.leads:
+        if self.is_rank_0:
             work()
         seconds = time.perf_counter() - started
         self.group.barrier()
@@ -102,31 +90,32 @@ class Bench:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for flat in self.flats:
             data = as_bytes(flat)
-            for start in range(0, len(data), CHUNK):
-                os.write(descriptor, data[start : start + CHUNK])
+            for start in range(0, len(data), CHUNK_BYTES):
+                os.write(descriptor, data[start : start + CHUNK_BYTES])
         os.fsync(descriptor)
         os.close(descriptor)
         path.unlink()
 
-    def beside(self) -> tuple[float, float, float, float]:
-        """A save beside training: stall, the step beside the snapshot, those while writing, seconds."""
+    def save_in_background(self) -> tuple[float, float, float, float]:
+        """A save while training: stall, the step during the snapshot, those while writing, seconds."""
         before = len(self.saves)
-        self.saver.request(self.number, {})
+        self.checkpointer.save(self.trainer.progress.step)
         with_snapshot = self.step()
-        stall = self.saver.stall
         writing: list[float] = []
         while not self.all_see(len(self.saves) > before) and len(writing) < MOST_STEPS:
             writing.append(self.step())
-        self.saver.finish()
-        return stall, with_snapshot, statistics.median(writing or [with_snapshot]), self.saves[-1]
+        self.checkpointer.finish()
+        save = self.saves[-1]
+        stall = save["stall_ms"] / 1e3
+        return stall, with_snapshot, statistics.median(writing or [with_snapshot]), save["seconds"]
 
-    def beside_theirs(self) -> tuple[float, float]:
+    def async_save_in_background(self) -> tuple[float, float]:
         """The same with async_save of rank 0: stall, and the steps while it writes."""
         folder = self.folder / "theirs"
         futures: list[Future[Any]] = []
 
         def save() -> None:
-            views = self.parallel.arena.layout.views
+            views = self.arena.layout.views
             state = {
                 f"{number}.{name}": view
                 for number, flat in enumerate(self.flats)
@@ -149,14 +138,15 @@ class Bench:
         found: dict[str, float] = {"bytes": self.bytes}
         found["step"] = statistics.median(self.step() for _ in range(PLAIN_STEPS))
         found["copy"] = self.timed(self.copy)
-        found["stall"], found["step_snapshot"], found["step_writing"], found["save"] = self.beside()
-        found["async_stall"], found["step_async"] = self.beside_theirs()
+        save = self.save_in_background()
+        found["stall"], found["step_snapshot"], found["step_writing"], found["save"] = save
+        found["async_stall"], found["step_async"] = self.async_save_in_background()
         found["dd"] = self.timed(self.write)
         self.step()
-        self.saver.save_now(self.number, {})
-        found["idle_save"] = self.saves[-1]
+        self.checkpointer.save(self.trainer.progress.step, wait=True)
+        found["idle_save"] = self.saves[-1]["seconds"]
         seconds = self.timed(lambda: blake3(as_bytes(self.flats[0])).digest())
-        found["hash_gb_s"] = self.flats[0].nbytes / seconds / 1e9 if self.leads else 0.0
+        found["hash_gb_s"] = self.flats[0].nbytes / seconds / 1e9 if self.is_rank_0 else 0.0
         return found
 
 
@@ -165,7 +155,7 @@ def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     bench = Bench(task)
-    if bench.leads:
+    if bench.is_rank_0:
         dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     bench.step()
     bench.round()  # to warm up: the first save of either makes its buffers
@@ -173,10 +163,10 @@ def main(task: dict[str, Any]) -> None:
     for _ in range(task["repetitions"]):
         for name, value in bench.round().items():
             results[name].append(value)
-    if bench.leads:
+    if bench.is_rank_0:
         dist.destroy_process_group()
-    bench.saver.close()
-    bench.parallel.close()
+    bench.trainer.close()
+    bench.group.close()
     print(json.dumps(results), flush=True)
 
 

@@ -1,8 +1,9 @@
 """`andon bench train`: Andon's step against PyTorch's DistributedDataParallel over Gloo, in one run.
 
-A row is one batch size: tokens per second of Andon with all checks, of the same step without them, and of
-DDP with the same model, batch and threads; the ratios; the share of a step that each phase takes, and how
-much of the exchange was hidden behind backward. Medians over steps that take turns; the slowest rank counts.
+A row is one batch size: tokens per second of Andon with all checks, of the same step without them, and of DDP
+with the same model, batch and threads; the ratios; the share of a step that each phase takes (`exchange`:
+what is left of it after backward), and how much of the exchange was hidden behind backward. Medians over
+steps that take turns; the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _row(tokens: int, by_rank: list[dict[str, Any]]) -> Row:
     checks = statistics.median(a / b for a, b in zip(seconds["andon"], seconds["unchecked"], strict=True)) - 1
     steps = [phase for result in by_rank for phase in result["phases"]]
     phases = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
-    exchange = phases.pop("exchange")
+    exchange = phases.pop("all_exchange")
     total = sum(phases.values())
     return Row(
         tokens=tokens,
@@ -64,7 +65,7 @@ def _row(tokens: int, by_rank: list[dict[str, Any]]) -> Row:
         ddp_tokens_per_s=ranks * tokens / median["ddp"],
         ratio=ratio,
         checks_cost=checks,
-        hidden=max(0.0, 1 - phases["exchange_after_backward"] / exchange),
+        hidden=max(0.0, 1 - phases["exchange"] / exchange),
         phases={name: value / total for name, value in phases.items()},
     )
 
@@ -85,5 +86,5 @@ def main(preset: str, ranks: int, tokens: list[int], repetitions: int, transport
     console = Console()
     console.print(table)
     for row in rows:
-        shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in row.phases.items())
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in row.phases.items())
         console.print(f"{row.tokens} tokens: {shares}")

@@ -17,20 +17,12 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from andon.bench.train_rank import LR, AndonStep, batch
-from andon.engine.parallel import DataParallel
-from andon.model.llama import Llama
+from andon.bench.train_rank import LR, RandomBatches, initialised, make_optimizer, make_trainer
 from andon.model.shape import SHAPES, Shape
+from andon.optim.sharding import Zero
 from andon.transport import open_group
 from andon.transport.base import Group
 from andon.transport.torch_dist import StoreRendezvous
-
-
-def initialised(shape: Shape) -> Llama:
-    """The model, the same every time."""
-    model = Llama(shape)
-    model.initialise(1)
-    return model
 
 
 def torch_update(shape: Shape, bucket_view: bool) -> Callable[[], Any]:
@@ -53,32 +45,28 @@ def torch_update(shape: Shape, bucket_view: bool) -> Callable[[], Any]:
 
 def measure(task: dict[str, Any], tokens: int, groups: dict[str, Group], gloo: Group) -> dict[str, Any]:
     """Seconds of each turn: whole steps, and updates alone."""
-    shape, rank = SHAPES[task["preset"]], task["rank"]
-    context = min(tokens, shape.context)
-    models = {name: initialised(shape) for name in groups}
-    parallels = {
-        name: DataParallel(models[name], group, slots=task["ranks"], zero=name == "zero")
+    shape = SHAPES[task["preset"]]
+    batches = RandomBatches(shape, tokens, seed=task["rank"])
+    policies = {"plain": Zero("off"), "zero": Zero("even")}
+    trainers = {
+        name: make_trainer(make_optimizer(initialised(shape), group, policies[name]), batches)
         for name, group in groups.items()
     }
-    steps = {name: AndonStep(models[name], parallels[name], checks=True) for name in groups}
     updates = {"torch": torch_update(shape, False), "torch_bucket_view": torch_update(shape, True)}
-    seconds: dict[str, list[float]] = {name: [] for name in (*steps, "update", *updates)}
-    for turn in range(task["repetitions"] + 2):
-        x, y = batch(shape, rank, turn, tokens // context, context)
-        for name, step in steps.items():
+    works: dict[str, Callable[[], Any]] = {
+        **{name: trainer.train_step for name, trainer in trainers.items()},
+        **updates,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in (*works, "update")}
+    for _ in range(task["repetitions"] + 2):
+        for name, work in works.items():
             gloo.barrier()
             started = time.perf_counter()
-            phases = step(x, y, turn + 1)
+            work()
             seconds[name].append(time.perf_counter() - started)
-            if name == "zero":
-                seconds["update"].append(phases["optimizer"])
-        for name, update in updates.items():
-            gloo.barrier()
-            started = time.perf_counter()
-            update()
-            seconds[name].append(time.perf_counter() - started)
-    for parallel in parallels.values():
-        parallel.close()
+        seconds["update"].append(trainers["zero"].model.phases.milliseconds["optimizer"] / 1e3)
+    for trainer in trainers.values():
+        trainer.close()
     return {name: values[2:] for name, values in seconds.items()}
 
 
@@ -93,6 +81,8 @@ def main(task: dict[str, Any]) -> None:
     for tokens in task["tokens"]:
         groups = {name: open_group(task["transport"], rendezvous) for name in ("plain", "zero")}
         results[str(tokens)] = measure(task, tokens, groups, gloo)
+        for group in groups.values():
+            group.close()
     gloo.barrier()
     gloo.close()
     print(json.dumps(results), flush=True)

@@ -1,4 +1,4 @@
-"""Work beside training, in threads of its own."""
+"""Background threads of a save."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 LOWEST = 19
 
 
-def beside(name: str, prepare: Callable[[], None], work: Callable[[], Any]) -> Future[Any]:
-    """Do work in a thread that does not keep the process from ending, as those of a pool would."""
+def background(name: str, prepare: Callable[[], None], work: Callable[[], Any]) -> Future[Any]:
+    """Work in a daemon thread: unlike those of a pool, it does not keep the process from ending."""
     task: Future[Any] = Future()
 
     def run() -> None:
@@ -27,7 +27,7 @@ def beside(name: str, prepare: Callable[[], None], work: Callable[[], Any]) -> F
     return task
 
 
-def be_humble() -> None:
-    """Write only when the processor has nothing better to do."""
+def lowest_priority() -> None:
+    """Give this thread the processor only when nothing else wants it."""
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from andon.checkpoint.format import as_bytes
 from andon.checkpoint.manifest import Manifest
-from andon.checkpoint.store import PIECE, Moment, open_moments, reading
+from andon.checkpoint.store import PIECE_NAME, Moment, open_moments, reading
 
 MODEL = "model.safetensors"
 Pair = tuple[Path, Path]
@@ -58,7 +58,7 @@ def _sizes(known: Manifest) -> dict[Moment, int]:
     """The number of elements of each moment."""
     sizes: dict[Moment, int] = {}
     for _, tensor, _ in known.tensors():
-        if match := PIECE.fullmatch(tensor):
+        if match := PIECE_NAME.fullmatch(tensor):
             moment = match[1], match[2]
             sizes[moment] = max(sizes.get(moment, 0), int(match[4]))
     return sizes

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from andon.checkpoint.manifest import Record
 
-CHUNK = 8 << 20
+CHUNK_BYTES = 8 << 20
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 At = Callable[[str], None]
 """Called at each place of a save that a fault or a cancellation may strike; it raises to stop the work."""
@@ -51,8 +51,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str,
         sink.write(memoryview(len(text).to_bytes(8, "little") + text))
         for name, tensor in tensors.items():
             start, data, digest = sink.size, as_bytes(tensor), blake3()
-            for lo in range(0, len(data), CHUNK):
-                piece = data[lo : lo + CHUNK]
+            for lo in range(0, len(data), CHUNK_BYTES):
+                piece = data[lo : lo + CHUNK_BYTES]
                 digest.update(piece)
                 sink.write(piece)
             places[name] = (start, sink.size, digest.hexdigest())

@@ -34,9 +34,9 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def should_save(step: int, every: int, last: int) -> bool:
-    """At every interval, and always at the last step; an interval of 0 saves only there."""
-    return step > 0 and (step >= last or (every > 0 and step % every == 0))
+def should_save(step: int, every: int, last: bool) -> bool:
+    """Whether to save a step: at every interval, and always the last; an interval of 0 saves only that."""
+    return step > 0 and (last or (every > 0 and step % every == 0))
 
 
 def kept(found: list[int], keep: int, every: int) -> set[int]:

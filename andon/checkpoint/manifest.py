@@ -1,10 +1,10 @@
 """The manifest of a checkpoint, and what follows from it: what loads was verified (C-CKPT-001).
 
-`manifest.json` is written last. It holds the *record* of every other file (its size and BLAKE3, and where
-each tensor lies in it with its BLAKE3), the digest of every unit as all ranks agreed on it, and a BLAKE3 of
-itself; it must be, byte for byte, what `render` makes of its content, so that no flipped bit can hide in a
-blank. A checkpoint is *good* when its manifest is, every file has its size, and every byte of it its
-digest. Reading takes constant memory.
+`manifest.json` is written last. It holds the *record* of every other file (its size and BLAKE3, and the
+position and BLAKE3 of each tensor in it), the digest of every unit that all ranks agreed on, and a BLAKE3 of
+itself. It must be byte for byte what `render` makes of its content, so that no flipped bit can hide in white
+space. A checkpoint is *good* when its manifest is, and every file has the recorded size and digest. Verifying
+takes constant memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from andon.errors import UserError
 NAME = "manifest.json"
 FORMAT = 1
 LONGEST = 256 << 20  # bytes of a manifest
-CHUNK = 4 << 20
+CHUNK_BYTES = 4 << 20
 Progress = Callable[[int], None]
 """Hears how many bytes have been verified since it was last called."""
 
@@ -101,14 +101,14 @@ def read(folder: Path) -> Manifest:
         raise _damaged(NAME, error.strerror or str(error)) from None
     try:
         body = json.loads(data)
-        said = body.pop("blake3")
+        digest = body.pop("blake3")
         whole = render(body["step"], body["files"], body["units"])
         if body["format"] != FORMAT or whole != data:
             raise ValueError("it is not what was written")
         files = {name: _file(name, fields) for name, fields in body["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(NAME, f"{type(error).__name__}: {error}") from None
-    return Manifest(body["step"], files, body["units"], said)
+    return Manifest(body["step"], files, body["units"], digest)
 
 
 def _file(name: str, fields: Mapping[str, Any]) -> Record:
@@ -157,11 +157,11 @@ def _damage_of(path: Path, expected: Record, progress: Progress, sizes_only: boo
             yield Damage(path.name, next(cut, ""), f"it has {size:,} bytes, not {expected.size:,}")
         if size != expected.size or sizes_only:
             return
-        whole, buffer, at, found = blake3(), memoryview(bytearray(CHUNK)), 0, False
+        whole, buffer, at, found = blake3(), memoryview(bytearray(CHUNK_BYTES)), 0, False
         for tensor, start, end, digest in _regions(expected):
             part = blake3()
             while at < end:
-                count = file.readinto(buffer[: min(CHUNK, end - at)]) or 0
+                count = file.readinto(buffer[: min(CHUNK_BYTES, end - at)]) or 0
                 if not count:
                     yield Damage(path.name, tensor, f"it ends after {at:,} bytes")
                     return

@@ -8,10 +8,10 @@ with the digests of its weights, one per unit. Once every rank has acked with eq
 the save is *complete*. Acks are counted by distinct rank, and each names its *turn* (the number of the
 request), so that neither a repeated ack nor a late one of an earlier save can pass for another.
 
-A rank that fails says so instead of its ack; the save is *aborted*, which is to say back to training with
-the reason kept, when all ranks have reported (so that none still writes), and at once when digests differ,
-a rank is lost or the deadline has passed. Every rank runs this machine on the same words in the same order,
-so that all are in the same phase at the same step.
+A rank that fails says so instead of its ack; the save is *aborted*, which is to say back to training with the
+reason kept, when all ranks have reported (so that none still writes), and at once when digests differ, a rank
+is lost or the deadline has passed. Every rank runs this machine on the same statuses in the same order, so
+that all are in the same phase at the same step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Save:
         """A rank has copied its part aside and tells the digests of its weights."""
         if self._counts(rank, turn, Phase.REQUESTED):
             self.acks[rank] = digests
-            self._settle()
+            self._advance()
 
     def begin_writing(self) -> None:
         """Every rank begins, once all are synced."""
@@ -90,7 +90,7 @@ class Save:
         """A rank's files are on disk."""
         if self._counts(rank, turn, Phase.WRITING):
             self._wrote.add(rank)
-            self._settle()
+            self._advance()
 
     def fail(self, rank: int, turn: int, reason: str) -> None:
         """A rank could not do its part; rank 0 says so too when it could not publish."""
@@ -100,7 +100,7 @@ class Save:
             self.abort(f"rank {rank}: {reason}")
         elif rank in self.awaited:
             self.failures[rank] = reason
-            self._settle()
+            self._advance()
 
     def complete(self, turn: int) -> None:
         """Rank 0 has published the checkpoint."""
@@ -112,8 +112,8 @@ class Save:
         assert self.phase is Phase.COMPLETE, self.phase
         self.phase = Phase.TRAINING
 
-    def look(self, now: float) -> None:
-        """Give up a save whose time is over; it begins with the first look."""
+    def check_deadline(self, now: float) -> None:
+        """Give up a save whose deadline has passed; the clock starts with the first call."""
         if self._deadline is None:
             self._deadline = now + self.seconds
         if now > self._deadline and self.running and self.phase is not Phase.COMPLETE:
@@ -128,7 +128,7 @@ class Save:
     def _counts(self, rank: int, turn: int, phase: Phase) -> bool:
         return turn == self.turn and self.phase is phase and rank in self.awaited
 
-    def _settle(self) -> None:
+    def _advance(self) -> None:
         """Once every rank has reported: go on, or give up."""
         if self.awaited:
             return

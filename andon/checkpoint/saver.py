@@ -1,16 +1,16 @@
-"""Saving beside training: one rank's part of the save protocol (`andon.checkpoint.protocol`).
+"""Saving while training goes on: one rank's part of the save protocol (`checkpoint.protocol`).
 
-At a save point every rank requests the save and a thread takes its snapshot beside the next forward and
-backward. The rank's *word* on the save travels with the words that every step exchanges anyway; before it
-speaks, it waits for what is left of its snapshot, so that no rank updates a weight before all snapshots are
-taken. All ranks hear the same words at the same step and move through the same phases: once they are
-synced, a second thread, of the lowest priority, writes this rank's files, and rank 0 publishes when all are
-written.
+At a save point every rank requests the save, and a background thread takes its snapshot during the next
+forward and backward. The rank's *status* of the save travels with the exchange that every step has anyway.
+Before it gives that status the rank waits for what is left of its snapshot, so that no rank updates a weight
+before all snapshots are taken. All ranks receive the same statuses at the same step and move through the same
+phases: once they are synced, a second thread, of the lowest priority, writes this rank's files, and rank 0
+publishes when all are written.
 
 A save that fails is tried once more from the same snapshot; then it is given up, which never touches an
-earlier checkpoint. Where nothing follows that could carry the words (the last step, Ctrl-C, a halt, a
-second save point while a save runs) `finish` exchanges them by themselves, as signs of life, until the save
-is through.
+earlier checkpoint. Where no step follows that could carry the statuses (the last step, Ctrl-C, a halt, a
+second save point while a save runs) `finish` exchanges them by themselves, every `HEARTBEAT` seconds, until
+the save has ended.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ from typing import Any
 
 import torch
 
-from andon.checkpoint.background import be_humble, beside
+from andon.checkpoint.background import background, lowest_priority
 from andon.checkpoint.format import At, write_tensors, write_text
 from andon.checkpoint.manifest import Record
 from andon.checkpoint.protocol import Phase, Save
 from andon.checkpoint.snapshot import Snapshot
 from andon.checkpoint.store import Store
+from andon.engine.parallel import DataParallel
 from andon.errors import UserError
-from andon.integrity.faults import Faults
-from andon.integrity.fingerprint import who
+from andon.integrity.fingerprint import blame_by_majority
 from andon.integrity.halt import JidokaHalt
-from andon.transport.base import Group
 
-BEAT = 0.2  # seconds between signs of life
-CLOSING = 10.0  # seconds that a cancelled write has to notice it
-TIDYING = 10.0  # seconds that a save without room leaves to the removal of what is old
+HEARTBEAT = 0.2  # seconds between exchanges of the status while nothing else is exchanged
+CANCELLING = 10.0  # seconds that a cancelled write has to notice it
+REMOVING = 10.0  # seconds that a save without room waits for the removal of old checkpoints
 ATTEMPTS = 2
 Tell = Callable[..., None]
 """Called with the kind and the fields of an event."""
@@ -53,35 +52,25 @@ class Cancelled(Exception):
 
 
 class Saver:
-    """Saves the checkpoints of a run together with the other ranks; `seconds`: the longest one may take;
-    `may_write` raises `OSError` if the folder is not this run's any more."""
+    """Saves the checkpoints of a run together with the other ranks; a save may take `seconds` at most."""
 
     def __init__(
-        self,
-        group: Group,
-        store: Store,
-        snapshot: Snapshot,
-        faults: Faults,
-        tell: Tell,
-        seconds: float = 1800.0,
-        may_write: Callable[[], None] = lambda: None,
+        self, model: DataParallel, store: Store, snapshot: Snapshot, tell: Tell, seconds: float = 1800.0
     ) -> None:
-        self.group, self.store, self.faults, self.tell = group, store, faults, tell
-        self._may_write = may_write
-        self.leads = group.rank == 0
+        self.model, self.store, self.snapshot, self.tell = model, store, snapshot, tell
+        self.is_rank_0 = model.membership.rank == 0
         self.saved = -1
         """The step that was saved last."""
         self.failure: UserError | None = None
         """Why the last save failed, if it did; the same on every rank."""
         self.stall = 0.0
         """Seconds that training has waited for the save that runs, or ran last."""
-        self.snapshot = snapshot
-        self._save = Save(group.world_size, seconds)
+        self._save = Save(model.membership.world_size, seconds)
         self._texts: Mapping[str, str] = {}
         self._units: tuple[str, ...] | None = None
         self._records: dict[str, Any] = {}
         self._task: Future[Any] | None = None
-        self._tidying: Future[Any] | None = None
+        self._removal: Future[Any] | None = None
         self._cancel = threading.Event()
         self._attempt, self._publishing, self._started = 0, False, 0.0
         self._notes: list[str] = []
@@ -113,25 +102,27 @@ class Saver:
         assert accepted, self._save.phase
         at = partial(self._at, self._cancel, step)
         take = partial(self._take, step, self._save.turn, at)
-        self._task = beside("andon-snapshot", self._same_threads, take)
+        self._task = background("andon-snapshot", self._same_threads, take)
 
     @property
     def step(self) -> int:
         """The step of the save that runs, or ran last."""
         return self._save.step
 
-    def word(self) -> Any:
-        """What this rank says with this step's words; first its snapshot, a copy in memory, must be there."""
+    def status(self) -> list[Any]:
+        """What this rank tells with a step's exchange; its snapshot, a copy in memory, is waited for
+        first."""
         if self._task and self._save.phase is Phase.REQUESTED and self._attempt == 1:
             started = time.perf_counter()
             wait([self._task])
             self.stall += time.perf_counter() - started
-        return self._word()
+        return self._status()
 
-    def _word(self) -> list[Any]:
+    def _status(self) -> list[Any]:
+        """[this rank's clock, kind, turn, value]; the kind is empty if there is nothing to report."""
         save, task, kind = self._save, self._task, ""
         value: Any = None
-        mine = self.group.rank in save.awaited or (self.leads and self._publishing)
+        mine = self.model.membership.rank in save.awaited or (self.is_rank_0 and self._publishing)
         if task and task.done() and mine:
             if error := task.exception():
                 kind, value = "failed", _reason(error)
@@ -143,9 +134,9 @@ class Saver:
                 kind, value = "wrote", {name: record.fields() for name, record in task.result().items()}
         return [time.monotonic(), kind, save.turn, value]
 
-    def hear(self, words: Sequence[Any]) -> None:
-        """All ranks' words: move on with the others."""
-        for rank, (_, kind, turn, value) in enumerate(words):
+    def receive(self, statuses: Sequence[Any]) -> None:
+        """All ranks' statuses: advance with the others."""
+        for rank, (_, kind, turn, value) in enumerate(statuses):
             match kind:
                 case "ack":
                     self._save.ack(rank, turn, tuple(value))
@@ -156,26 +147,29 @@ class Saver:
                     self._save.complete(turn)
                 case "failed":
                     self._save.fail(rank, turn, value)
-        if not any(kind for _, kind, _, _ in words):  # a long step must not make what is done late
-            self._save.look(words[0][0])
-        self._move_on()
+        # Work that was done in time must not count as late because a long step carried its report.
+        if not any(kind for _, kind, _, _ in statuses):
+            self._save.check_deadline(statuses[0][0])
+        self._advance()
 
-    def _move_on(self) -> None:
+    def _advance(self) -> None:
         save = self._save
         at = partial(self._at, self._cancel, save.step)
         if save.phase is Phase.SYNCED:
             save.begin_writing()
-            self._task = beside("andon-write", be_humble, partial(self._write, save.step, save.turn, at))
-        elif save.all_wrote and self.leads and not self._publishing:
+            work: Callable[[], Any] = partial(self._write, save.step, save.turn, at)
+            self._task = background("andon-write", lowest_priority, work)
+        elif save.all_wrote and self.is_rank_0 and not self._publishing:
             self._publishing = True
             work = partial(self._publish, save.step, save.turn, at)
-            self._task = beside("andon-write", be_humble, work)
+            self._task = background("andon-write", lowest_priority, work)
         elif save.phase is Phase.COMPLETE:
             save.resume()
             self._completed()
-            if self.leads:
+            if self.is_rank_0:
                 at = partial(self._at, threading.Event(), save.step)  # it is not given up with a later save
-                self._tidying = beside("andon-tidy", be_humble, partial(self.store.prune, save.step, at))
+                prune = partial(self.store.prune, save.step, at)
+                self._removal = background("andon-remove", lowest_priority, prune)
         elif not save.running and self._task:
             self._cancel.set()
             self._task = None
@@ -186,7 +180,7 @@ class Saver:
         self.saved = step
         while self._notes:
             self.tell("note", text=self._notes.pop(0))
-        self._tell_of_tidying()
+        self._report_removal()
         self.tell(
             "checkpoint",
             step=step,
@@ -199,9 +193,9 @@ class Saver:
         save = self._save
         if save.differing:
             units = [unit.name for unit in self.snapshot.arena.layout.units]
-            acks = [save.acks[rank] for rank in range(self.group.world_size)]
+            acks = [save.acks[rank] for rank in range(self.model.membership.world_size)]
             causes = (
-                f"the weights of {units[index]} differ{who([ack[index] for ack in acks])}"
+                f"the weights of {units[index]} differ{blame_by_majority([ack[index] for ack in acks])}"
                 for index in save.differing
             )
             cause = f"{'; '.join(causes)} (found when step {save.step} was to be saved)"
@@ -220,7 +214,7 @@ class Saver:
             self._try(save.step)
         else:
             discard = partial(self._discard, save.step, save.turn)
-            self._tidying = beside("andon-tidy", be_humble, discard)
+            self._removal = background("andon-remove", lowest_priority, discard)
 
     def give_up(self, step: int, reason: str) -> None:
         """Drop the save of a step, if it is on its way: what it copied is in doubt. All ranks do so alike."""
@@ -236,12 +230,12 @@ class Saver:
         while self._save.running:
             started = time.perf_counter()
             if self._task:
-                wait([self._task], BEAT)
-            gathered = self.group.all_gather_bytes(json.dumps(self._word()).encode())
-            words = [json.loads(word) for word in gathered]
+                wait([self._task], HEARTBEAT)
+            told = self.model.group.all_gather_bytes(json.dumps(self._status()).encode())
+            statuses = [json.loads(status) for status in told]
             self.stall += time.perf_counter() - started
-            self.hear(words)
-            now = words[0][0]  # of one clock, so that all ranks end alike
+            self.receive(statuses)
+            now = statuses[0][0]  # the clock of rank 0, so that all ranks end alike
             until = min(until, now + patience)
             if now >= until:
                 break
@@ -250,23 +244,23 @@ class Saver:
     def close(self) -> None:
         """Give up what is being written; what hangs in a disk does not hold the process for long."""
         self._cancel.set()
-        wait([task for task in (self._task, self._tidying) if task], CLOSING)
-        self._tell_of_tidying()
+        wait([task for task in (self._task, self._removal) if task], CANCELLING)
+        self._report_removal()
 
-    def _tell_of_tidying(self) -> None:
-        """What could not be removed stays, and is said once."""
-        if self._tidying and self._tidying.done():
-            if error := self._tidying.exception():
+    def _report_removal(self) -> None:
+        """Old checkpoints that could not be removed stay; that is reported once."""
+        if self._removal and self._removal.done():
+            if error := self._removal.exception():
                 self.tell("note", text=f"Old checkpoints could not be removed: {_reason(error)}")
-            self._tidying = None
+            self._removal = None
 
     def _at(self, cancel: threading.Event, step: int, place: str) -> None:
         if cancel.is_set():
             raise Cancelled
-        self.faults.at(place, step)
+        self.model.phases.on_enter(place, step)
 
     def _take(self, step: int, turn: int, at: At) -> tuple[str, ...]:
-        """The snapshot, unless the first attempt has taken it; what that one wrote makes room."""
+        """Take the snapshot, unless the first attempt has; then remove what that attempt wrote."""
         if self._attempt > 1:
             self._wait_for_room(at)
             self._discard(step, turn - 1)
@@ -277,11 +271,11 @@ class Saver:
         return self._units
 
     def _wait_for_room(self, at: At) -> None:
-        """Until what is old has been removed, but not for long: that may hang."""
-        tidying, until = self._tidying, time.monotonic() + min(TIDYING, self._save.seconds / 4)
-        while tidying and not tidying.done() and time.monotonic() < until:
-            wait([tidying], BEAT)
-            at("tidy")
+        """Wait until old checkpoints are removed, but not for long: a disk may hang."""
+        removal, until = self._removal, time.monotonic() + min(REMOVING, self._save.seconds / 4)
+        while removal and not removal.done() and time.monotonic() < until:
+            wait([removal], HEARTBEAT)
+            at("remove")
 
     def _lacks_room(self) -> bool:
         """Whether what this rank writes seems not to fit, with a tenth for what surrounds the tensors."""
@@ -289,35 +283,34 @@ class Saver:
         return folder.exists() and shutil.disk_usage(folder).free < 1.1 * needed
 
     def _discard(self, step: int, turn: int) -> None:
-        if self.leads:
+        if self.is_rank_0:
             self.store.discard(step, turn)
 
     def _write(self, step: int, turn: int, at: At) -> dict[str, Record]:
         """This rank's files."""
         snapshot, records = self.snapshot, {}
-        if not self.leads and not snapshot.moments:
+        if not self.is_rank_0 and not snapshot.moments:
             return {}
-        if self.leads and self.saved >= 0 and not self.store.folder.exists():
+        if self.is_rank_0 and self.saved >= 0 and not self.store.folder.exists():
             self._notes.append(f"{self.store.folder} was gone and has been made again")
         if self._lacks_room():
             self._wait_for_room(at)
-        self._may_write()
         folder = self.store.begin(step, turn)
-        if self.leads:
+        if self.is_rank_0:
             name = "model.safetensors"
             records[name] = write_tensors(folder / name, snapshot.weights, snapshot.digests, at)
             for name, text in self._texts.items():
                 records[name] = write_text(folder / name, text, at)
         if snapshot.moments:
-            name = f"optimizer-{self.group.rank:05}-of-{snapshot.shards:05}.safetensors"
+            name = f"optimizer-{self.model.membership.rank:05}-of-{snapshot.shards:05}.safetensors"
             records[name] = write_tensors(folder / name, snapshot.moments, {}, at)
         at("wrote")
         return records
 
     def _publish(self, step: int, turn: int, at: At) -> Path:
         files = {
-            name: Record(said["size"], said["blake3"], said.get("tensors", {}))
-            for name, said in self._records.items()
+            name: Record(fields["size"], fields["blake3"], fields.get("tensors", {}))
+            for name, fields in self._records.items()
         }
         assert self._units is not None
         names = [unit.name for unit in self.snapshot.arena.layout.units]

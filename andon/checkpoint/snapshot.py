@@ -1,10 +1,9 @@
-"""A snapshot: what one rank will write, copied aside while training goes on.
+"""A snapshot: a copy of what one rank will write, taken while training goes on.
 
-Rank 0 writes the weights; the moments are shared out among the ranks (`first.NAME[lo:hi]`: elements lo to
-hi of a parameter, flattened). Nothing that is copied here changes before the next optimizer step, so that a
-thread can copy it beside the next forward and backward. The buffers stay for the next time. The digests of
-the weights are taken in the same go: of the copy where there is one, and elsewhere of the weights
-themselves.
+Rank 0 writes the weights; the optimizer's state is shared out among the ranks (`checkpoint.moments`). Nothing
+that is copied changes before the next optimizer step, so a background thread can copy it during the next
+forward and backward. The buffers are kept for the next save. The same pass takes the digests of the weights:
+of the copy where there is one, and elsewhere of the weights themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from andon.engine.arena import Arena, Layout
 
 
 class Snapshot:
-    """The part of one rank: some of the moments, which lie in `shards` files, and on one rank the weights."""
+    """What one rank writes: its piece of the moments, which lie in `shards` files, and on rank 0 the
+    weights."""
 
     def __init__(self, arena: Arena, moments: Mapping[str, Tensor], shards: int, weights: bool) -> None:
         self.arena, self.sources, self.shards = arena, moments, shards
@@ -32,15 +32,15 @@ class Snapshot:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Bytes of all copies."""
         return sum(tensor.nbytes for tensor in (*self.weights.values(), *self.moments.values()))
 
     @torch.no_grad()
     def take(self, at: At) -> tuple[str, ...]:
         """Copy everything; the digest of each unit's weights."""
         if not self.weights and self._with_weights:
-            room = torch.empty(self.arena.layout.size, dtype=self.arena.weights.dtype)
-            self.weights = self.arena.layout.views(room)
+            copy = torch.empty(self.arena.layout.size, dtype=self.arena.weights.dtype)
+            self.weights = self.arena.layout.views(copy)
         if not self.moments and self.sources:
             self.moments = _like(self.sources)
         for name, source in self.arena.layout.views(self.arena.weights).items():
@@ -70,7 +70,7 @@ def weights_digests(arena: Arena) -> dict[str, str]:
 
 
 def _like(sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Room for copies, in one buffer."""
+    """Tensors of the same sizes, in one buffer."""
     flat = torch.empty(sum(source.numel() for source in sources.values()))
     found, start = {}, 0
     for name, source in sources.items():

@@ -3,8 +3,8 @@
 `model.safetensors`, `config.json` and the tokenizer's files are what Hugging Face loads;
 `optimizer-RRRRR-of-NNNNN.safetensors` hold AdamW's moments in pieces (`first.NAME[lo:hi]`, `second…` and,
 where the weights are bf16, their f32 `master…`), each file written by one rank; `state.json` says where the
-run was; `manifest.json` proves all of it. Everything is written into a temporary folder beside it, synced,
-and renamed.
+run was; `manifest.json` proves all of it. Everything is written into a temporary folder of the same disk,
+synced, and renamed.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ from andon.checkpoint import manifest
 from andon.checkpoint.format import At, as_bytes, tensor_blake3
 from andon.checkpoint.listing import REPLACED, checkpoint_path, kept, put_back, step_of, steps
 from andon.checkpoint.manifest import Manifest, Record
+from andon.checkpoint.moments import ReadMoments
 from andon.checkpoint.snapshot import weights_digests
 from andon.engine.arena import Arena
 from andon.errors import UserError
 from andon.files import sync
 
 STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row", "data", "config")
-PIECE = re.compile(r"(first|second|master)\.(.+)\[(\d+):(\d+)\]")
+PIECE_NAME = re.compile(r"([a-z_]+)\.(.+)\[(\d+):(\d+)\]")
 Moment = tuple[str, str]
-"""`first`, `second` or `master`, and the parameter."""
-ReadMoments = Callable[[str, str, int, int], Tensor]
-"""(kind of moment, parameter, lo, hi) → those elements."""
+"""A kind of optimizer state (`first`, `second`, `master`), and the parameter."""
 
 
 class Store:
-    """The checkpoints of a run: the newest `keep`, and every `keep_every`-th step (0: none) for ever."""
+    """The checkpoints of a run: the newest `keep`, and every `keep_every`-th step (0: none) for ever.
 
-    def __init__(self, folder: Path, keep: int, keep_every: int = 0) -> None:
-        self.folder, self.keep, self.keep_every = folder, keep, keep_every
+    `may_write` raises `OSError` if the folder is no longer this run's."""
+
+    def __init__(
+        self, folder: Path, keep: int, keep_every: int = 0, may_write: Callable[[], None] = lambda: None
+    ) -> None:
+        self.folder, self.keep, self.keep_every, self._may_write = folder, keep, keep_every, may_write
 
     def temporary(self, step: int, turn: int) -> Path:
         """Where a checkpoint is written; each attempt has its own."""
@@ -53,6 +56,7 @@ class Store:
 
     def begin(self, step: int, turn: int) -> Path:
         """Make the temporary folder; the ranks write their files into it, and the first to come makes it."""
+        self._may_write()
         if not self.folder.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             sync(self.folder.parent)
@@ -134,7 +138,7 @@ def open_moments(folder: Path, known: Manifest, sizes: Mapping[Moment, int]) -> 
     What it gives was verified as it was read: a rank may see another copy than the one that verified all."""
     pieces: dict[Moment, list[tuple[int, int, str, str]]] = defaultdict(list)
     for file, tensor, _ in known.tensors():
-        if match := PIECE.fullmatch(tensor):
+        if match := PIECE_NAME.fullmatch(tensor):
             kind, name, lo, hi = match[1], match[2], int(match[3]), int(match[4])
             pieces[kind, name].append((lo, hi, file, tensor))
     _check_cover(folder, pieces, sizes)

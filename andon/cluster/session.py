@@ -11,10 +11,10 @@ import torch
 
 from andon.config.schema import Config
 from andon.data.token_set import TokenSet
-from andon.engine.trainer import Trainer
 from andon.errors import UserError
+from andon.run.build import build_trainer
 from andon.run.events import Emit, event
-from andon.run.loop import Run
+from andon.run.loop import Run, no_event
 from andon.transport import open_group
 from andon.transport.base import Group, Rendezvous
 
@@ -29,11 +29,11 @@ def train(
 ) -> None:
     """Train as one rank of a run, from a checkpoint if one is given, to its end."""
     device = choose_device(config.device, group.rank, emit)
-    trainer = Trainer(config, tokens, group, device)
+    trainer = build_trainer(config, tokens, group, device, emit if group.rank == 0 else no_event)
     try:
         if resume:
             trainer.resume(resume)
-        Run(trainer, emit).train(stop_wanted)
+        Run(config, tokens, trainer, emit).train(stop_wanted)
     finally:
         trainer.close()
 
@@ -44,7 +44,7 @@ def open_configured(
     """The group that the configuration asks for; torch is made to give the same bits every time first.
 
     `host` is where this rank can be reached, `server` host, port and token of the gradient server (star)."""
-    settle(config.threads)
+    make_torch_deterministic(config.threads)
     address, token = ((str(server[0]), int(server[1])), str(server[2])) if server else (None, "")
     settings = config.group
     return open_group(
@@ -58,7 +58,7 @@ def open_configured(
     )
 
 
-def settle(threads: int) -> None:
+def make_torch_deterministic(threads: int) -> None:
     """Make torch give the same bits every time."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads)

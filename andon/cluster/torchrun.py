@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from andon.cluster.launch import recording, run_folder
-from andon.cluster.session import open_configured, settle, train
+from andon.cluster.session import make_torch_deterministic, open_configured, train
 from andon.cluster.worker import EXIT_HALTED
 from andon.config.load import build
 from andon.config.schema import Config
@@ -35,7 +35,7 @@ def run(config: Config, resume: str, console: Console) -> int:
     """Train as the rank that the environment names; gives the exit code."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = build(config.model_dump(), {"workers": world_size}).with_transport("torch")
-    settle(config.threads)
+    make_torch_deterministic(config.threads)
     stop = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:

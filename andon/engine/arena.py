@@ -113,26 +113,45 @@ def backward_order(model: nn.Module) -> list[tuple[str, list[tuple[str, Tensor]]
 
 
 class Arena:
-    """A model's weights in one buffer. `allocate` chooses where its floats live (shared memory, a GPU)."""
+    """A model's weights in one buffer. `allocate` chooses where its floats live (shared memory, a GPU).
+
+    Reading `weights` or `parameters` waits for updated weights that are still being gathered."""
 
     def __init__(self, model: nn.Module, allocate: Callable[[int], Tensor] | None = None) -> None:
         self.layout = Layout(backward_order(model))
-        self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        assert self.parameters.keys() == self.layout.slices.keys()
-        first = next(iter(self.parameters.values()))
-        self.device = first.device
-        dtype = _common_dtype(self.parameters)
-        self.weights = (allocate or self.zeros)(self.layout.size * dtype.itemsize // 4).view(dtype)
-        for name, parameter in self.parameters.items():
-            view = self.layout.view(self.weights, name)
+        self.wait_for_weights: Callable[[], None] = _nothing_to_wait_for
+        self._parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        assert self._parameters.keys() == self.layout.slices.keys()
+        self.device = next(iter(self._parameters.values())).device
+        dtype = _common_dtype(self._parameters)
+        self.buffer = (allocate or self.zeros)(self.layout.size * dtype.itemsize // 4).view(dtype)
+        """All weights, without waiting: parts of it may be on their way."""
+        for name, parameter in self._parameters.items():
+            view = self.layout.view(self.buffer, name)
             view.copy_(parameter.data)
             parameter.data, parameter.grad = view, None
             parameter.grad_dtype = torch.float32
-            give_room(parameter, None)
+            set_grad_out(parameter, None)
+
+    @property
+    def weights(self) -> Tensor:
+        """All weights in one flat tensor."""
+        self.wait_for_weights()
+        return self.buffer
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by name; their data are views into the weights."""
+        self.wait_for_weights()
+        return self._parameters
 
     def zeros(self, size: int) -> Tensor:
-        """A flat buffer of floats beside the weights."""
+        """A flat f32 buffer on the device of the weights."""
         return torch.zeros(size, dtype=torch.float32, device=self.device)
+
+
+def _nothing_to_wait_for() -> None:
+    pass
 
 
 def _common_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
@@ -144,10 +163,10 @@ def _common_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
     return next(iter(by_dtype))
 
 
-def give_room(parameter: nn.Parameter, room: Tensor | None) -> None:
-    """Say where the gradient of a parameter may be written instead of into fresh memory; None: nowhere. A
-    layer that can do so (`andon.model.layers`) uses the room once."""
-    parameter.gradient_room = room  # type: ignore[attr-defined]
+def set_grad_out(parameter: nn.Parameter, out: Tensor | None) -> None:
+    """Set where the gradient of a parameter may be written instead of into fresh memory; None: nowhere. A
+    layer that can do so (`andon.model.layers`) uses it once."""
+    parameter.grad_out = out  # type: ignore[attr-defined]
 
 
 def round_up(count: int, grain: int) -> int:

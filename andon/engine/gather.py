@@ -1,9 +1,8 @@
-"""The gather of updated weights (ZeRO), at once or beside the next forward.
+"""The gather of updated weights (ZeRO): after an update a rank has new weights only where it owns them.
 
-After an update a rank has new weights only where it owns them. The rest comes unit by unit, in the order in
-which forward needs it, on the thread that exchanges gradients: so nothing else is exchanged before it is
-through. *Beside* the next forward, a module waits for its unit before it computes; whoever reads weights or
-uses the group in another way must `settle` first.
+The rest comes unit by unit, in the order in which forward needs it, on the thread of the exchange. Whoever
+reads weights through the arena waits for what is still on its way, and so does the module's forward: as a
+whole, or with `overlap` unit by unit, so that the gather goes on while forward computes.
 """
 
 from __future__ import annotations
@@ -15,55 +14,61 @@ from concurrent.futures import Executor, Future
 from torch import nn
 
 from andon.engine.arena import Arena
+from andon.engine.membership import Membership
 from andon.optim.sharding import Ownership
-from andon.transport.base import Group
 
 
 class Gather:
-    """Brings every rank's part of the weights to every rank."""
+    """Brings every owner's part of the weights to every rank."""
 
-    def __init__(self, arena: Arena, group: Group, ownership: Ownership, thread: Executor) -> None:
-        self.arena, self.group, self.ownership, self._thread = arena, group, ownership, thread
-        self._on_the_way: dict[int, Future[None]] = {}
-        self._beside = False
+    def __init__(self, arena: Arena, membership: Membership, thread: Executor) -> None:
+        self.arena, self.membership, self._thread = arena, membership, thread
+        self._overlap = False
+        self._newest: dict[int, Future[None]] = {}
+        """The newest gather of each unit; several threads may wait for it."""
+        arena.wait_for_weights = self.wait
 
-    def beside_forward(self, model: nn.Module) -> None:
-        """From now on, go on beside the forward of a model that uses its units by calling their modules."""
-        self._beside = True
-        modules = dict(model.named_modules())
-        names = Counter(value for _, value in model.named_parameters(remove_duplicate=False))
-        at_once = []
+    def hook(self, module: nn.Module, overlap: bool) -> None:
+        """Have the module wait before it computes or is saved; with `overlap` each unit's module for its
+        unit.
+
+        Overlap is for a module that uses a unit's weights only by calling the unit's module."""
+        self._overlap = overlap
+        module.register_state_dict_pre_hook(lambda *_: self.wait())  # type: ignore[no-untyped-call]
+        modules = dict(module.named_modules()) if overlap else {}
+        names = Counter(value for _, value in module.named_parameters(remove_duplicate=False))
+        parameters, first = self.arena.parameters, []
         for index, unit in enumerate(self.arena.layout.units):
-            tied = any(names[self.arena.parameters[piece.name]] > 1 for piece in unit.slices)
+            tied = any(names[parameters[piece.name]] > 1 for piece in unit.slices)
             if tied or unit.name not in modules:
-                at_once.append(index)
+                first.append(index)
             else:
                 self._wait_before(modules[unit.name], [index])
-        self._wait_before(model, at_once)
+        self._wait_before(module, first)
 
-    def begin(self) -> None:
-        """The weights have been updated: bring them to everyone."""
+    def begin(self, ownership: Ownership) -> None:
+        """The owners have updated their parts: bring them to everyone."""
         before: Future[None] | None = None
-        for index in reversed(range(len(self.ownership.bounds or ()))):
-            before = self._on_the_way[index] = self._thread.submit(self._gather, index, before)
-        if not self._beside:
-            self.settle()
+        for index in reversed(range(len(ownership.bounds or ()))):
+            before = self._newest[index] = self._thread.submit(self._gather, ownership, index, before)
+        if not self._overlap:
+            self.wait()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all weights are there; raises what went wrong on the way."""
-        self._wait(list(self._on_the_way))
+        self._wait(list(self._newest))
 
     def _wait(self, units: Iterable[int]) -> None:
         for index in units:
-            if task := self._on_the_way.pop(index, None):
+            if task := self._newest.get(index):
                 task.result()
 
     def _wait_before(self, module: nn.Module, units: list[int]) -> None:
         module.register_forward_pre_hook(lambda *_: self._wait(units))
 
-    def _gather(self, index: int, before: Future[None] | None) -> None:
+    def _gather(self, ownership: Ownership, index: int, before: Future[None] | None) -> None:
         if before is not None:
             before.result()  # once a unit has failed, the rest fail with its error
-        assert self.ownership.bounds is not None
+        assert ownership.bounds is not None
         unit = self.arena.layout.units[index]
-        self.group.all_gather(self.arena.weights[unit.start : unit.stop], self.ownership.bounds[index])
+        self.membership.group.all_gather(self.arena.buffer[unit.start : unit.stop], ownership.bounds[index])

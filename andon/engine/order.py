@@ -18,6 +18,8 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 Node = tuple[int, int]
+Merges = tuple[tuple[int, int], ...]
+"""(a, b): row b is added into row a."""
 
 
 class Addable(Protocol):
@@ -58,7 +60,7 @@ class Fold:
     slot: int
     row: int
     accumulate: bool
-    merges: tuple[tuple[int, int], ...]
+    merges: Merges
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Order:
 
 
 @lru_cache(maxsize=1024)
-def plan(slots: int, world_size: int) -> Order:
+def make_order(slots: int, world_size: int) -> Order:
     """The order of a step with `slots` slots on `world_size` ranks, each with a contiguous share of them."""
     if not 1 <= world_size <= slots:
         raise ValueError(f"{world_size} workers cannot share {slots} slots: each needs at least one")

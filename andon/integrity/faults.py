@@ -1,4 +1,4 @@
-"""Faults on purpose: what tests and drills do to a run, written as `kind:key=value,…`.
+"""Faults on purpose, for tests and drills, written as `kind:key=value,…`.
 
 nan:rank=1,step=7[,slot=S][,parameter=NAME]   a gradient element becomes NaN (inf: infinity)
 bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second|master][,bit=K]   a bit flips before forward
@@ -13,7 +13,7 @@ import difflib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # the configuration checks faults, and needs no torch for it
     from andon.engine.arena import Layout
     from andon.engine.order import Order
 
+State = Callable[[], Mapping[str, "Tensor"]]
+"""The flat buffers that a bit can be flipped in, by name."""
 KEYS = {
     "nan": ("rank", "step", "slot", "parameter"),
     "inf": ("rank", "step", "slot", "parameter"),
@@ -43,93 +45,90 @@ class Fault:
     kind: str
     rank: int
     step: int
-    words: Mapping[str, str]
+    arguments: Mapping[str, str]
+
+    @property
+    def place(self) -> str:
+        """Where a death or a stall strikes; a bit flips before forward."""
+        return self.arguments.get("at", "forward")
 
 
 def parse(text: str) -> Fault:
-    """Read one fault; what is wrong with it is said."""
+    """Read one fault; an error says what is wrong with it."""
     kind, _, rest = text.partition(":")
     if kind not in KEYS:
         raise _refused(text, f"'{kind}' is none of {', '.join(KEYS)}")
-    words = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
-    if unknown := [key for key in words if key not in KEYS[kind]]:
+    arguments = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
+    if unknown := [key for key in arguments if key not in KEYS[kind]]:
         raise _refused(text, f"'{unknown[0]}' is none of {', '.join(KEYS[kind])}")
     for key in ("rank", "step"):
-        if not words.get(key, "").isdigit():
+        if not arguments.get(key, "").isdigit():
             raise _refused(text, f"{key}= must be a number")
     for key in ("slot", "bit", "seconds"):
-        if key in words and not words[key].isdigit():
+        if key in arguments and not arguments[key].isdigit():
             raise _refused(text, f"{key}= must be a number")
-    if words.get("at", "forward") not in PLACES:
+    if arguments.get("at", "forward") not in PLACES:
         raise _refused(text, f"at= must be one of {', '.join(PLACES)}")
-    return Fault(kind, int(words.pop("rank")), int(words.pop("step")), words)
+    return Fault(kind, int(arguments.pop("rank")), int(arguments.pop("step")), arguments)
 
 
 class Faults:
-    """The faults of one rank."""
+    """The faults of one rank. In a step a fault strikes once, in a save at every attempt."""
 
-    def __init__(self, texts: Sequence[str], rank: int) -> None:
-        self.all = [(text, parse(text)) for text in texts]
-        self.mine = [fault for _, fault in self.all if fault.rank == rank]
+    def __init__(self, texts: Sequence[str], order: Order, rank: int, layout: Layout, state: State) -> None:
+        faults = [parse(text) for text in texts]
+        for text, fault in zip(texts, faults, strict=True):
+            _check(text, fault, order, layout, state)
+        self._layout, self._state, self._first_slot = layout, state, order.range_of(rank).start
+        self._mine = [fault for fault in faults if fault.rank == rank]
 
-    def check(self, order: Order, layout: Layout, buffers: Mapping[str, Tensor]) -> None:
-        """Refuse a fault that could never happen: of a rank, slot, parameter, unit or buffer not there."""
-        units = [unit.name for unit in layout.units]
-        for text, fault in self.all:
-            if fault.rank >= order.world_size:
-                raise _refused(text, f"there are only {order.world_size} ranks")
-            slots = order.range_of(fault.rank)
-            for key, known in (
-                ("slot", [str(slot) for slot in slots]),
-                ("parameter", list(layout.slices)),
-                ("unit", units),
-                ("buffer", list(buffers)),
-            ):
-                if key in fault.words and fault.words[key] not in known:
-                    near = difflib.get_close_matches(fault.words[key], known, n=3, cutoff=0.0)
-                    raise _refused(
-                        text,
-                        f"rank {fault.rank} has no {key} '{fault.words[key]}' (it has {', '.join(near)} …)",
-                    )
-
-    def at(self, place: str, step: int) -> None:
-        """Die or stall, if that is to happen here."""
-        for fault in self.mine:
-            if (
-                fault.step != step
-                or fault.kind not in ("die", "stall")
-                or fault.words.get("at", "forward") != place
-            ):
-                continue
+    def strike(self, place: str, step: int) -> None:
+        """Die, stall or flip a bit, if that is to happen at this place of this step."""
+        due = [fault for fault in self._mine if fault.step == step and fault.place == place]
+        for fault in due:
+            if fault.kind in ("stall", "bitflip") and place not in SAVE_PLACES:
+                self._mine.remove(fault)
             if fault.kind == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(float(fault.words.get("seconds", "3600")))
+            elif fault.kind == "stall":
+                time.sleep(float(fault.arguments.get("seconds", "3600")))
+            elif fault.kind == "bitflip":
+                self._flip(fault)
 
-    def poison(self, step: int, slot: int, first_slot: int, name: str, gradient: Tensor) -> None:
+    def poison(self, step: int, slot: int, name: str, gradient: Tensor) -> None:
         """Spoil an element of a gradient, if that is to happen to this parameter in this slot."""
-        for fault in self.mine:
-            if fault.kind not in ("nan", "inf") or fault.step != step:
-                continue
-            if (
-                int(fault.words.get("slot", first_slot)) == slot
-                and fault.words.get("parameter", name) == name
-            ):
+        for fault in self._mine:
+            wanted = (fault.step, fault.arguments.get("parameter", name))
+            in_slot = int(fault.arguments.get("slot", self._first_slot)) == slot
+            if fault.kind in ("nan", "inf") and wanted == (step, name) and in_slot:
                 gradient.view(-1)[gradient.numel() // 2] = float(fault.kind)
 
-    def flip(self, step: int, layout: Layout, buffers: Mapping[str, Tensor]) -> None:
-        """Flip a bit of the state, if that is to happen in this step."""
-        for fault in self.mine:
-            if fault.kind != "bitflip" or fault.step != step:
-                continue
-            buffer = buffers[fault.words.get("buffer", "weights")]
-            name = fault.words.get("unit", layout.units[0].name)
-            unit = next(unit for unit in layout.units if unit.name == name)
-            piece = unit.slices[0]
-            bit = int(fault.words.get("bit", "20"))
-            import torch
+    def _flip(self, fault: Fault) -> None:
+        buffer = self._state()[fault.arguments.get("buffer", "weights")]
+        name = fault.arguments.get("unit", self._layout.units[0].name)
+        unit = next(unit for unit in self._layout.units if unit.name == name)
+        bit = int(fault.arguments.get("bit", "20"))
+        import torch
 
-            bits = buffer[piece.start :].view(torch.uint8)
-            bits[bit // 8] ^= 1 << bit % 8
+        bits = buffer[unit.slices[0].start :].view(torch.uint8)
+        bits[bit // 8] ^= 1 << bit % 8
+
+
+def _check(text: str, fault: Fault, order: Order, layout: Layout, state: State) -> None:
+    """Refuse a fault that could never happen: of a rank, slot, parameter, unit or buffer that is not
+    there."""
+    if fault.rank >= order.world_size:
+        raise _refused(text, f"there are only {order.world_size} ranks")
+    for key, known in (
+        ("slot", [str(slot) for slot in order.range_of(fault.rank)]),
+        ("parameter", list(layout.slices)),
+        ("unit", [unit.name for unit in layout.units]),
+        ("buffer", list(state())),
+    ):
+        if key in fault.arguments and fault.arguments[key] not in known:
+            near = difflib.get_close_matches(fault.arguments[key], known, n=3, cutoff=0.0)
+            hint = f"it has {', '.join(near)} …"
+            raise _refused(text, f"rank {fault.rank} has no {key} '{fault.arguments[key]}' ({hint})")
 
 
 def _refused(text: str, cause: str) -> UserError:

@@ -1,9 +1,9 @@
 """The cord: a halt stops every rank at the same step, with the weights of the last committed step.
 
 A *finding* is one bad gradient or loss: who computed it, from which samples, and what exactly is wrong. When
-the ranks agree that a step is not sound, each rank whose own gradients were bad computes its slots again, one
-by one, from the same weights and the same samples, and looks at every parameter; the findings of all ranks
-are put together before the halt is raised, so that every rank raises the same one.
+the ranks agree that a step is not sound, every rank computes its slots again, one by one, from the same
+weights and samples, and looks at every gradient. The findings of all ranks are collected before the halt is
+raised, so that every rank raises the same one.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ class Finding:
         return {**place, "unit": self.unit, **flaw, "kind": self.flaw.kind}
 
     @classmethod
-    def from_fields(cls, said: Mapping[str, Any]) -> Finding:
+    def from_fields(cls, fields: Mapping[str, Any]) -> Finding:
         """Back from JSON."""
-        flaw = Flaw(said["parameter"], said["count"], said["first"], said["kind"])
-        return cls(said["rank"], said["host"], said["slot"], tuple(said["samples"]), said["unit"], flaw)
+        flaw = Flaw(fields["parameter"], fields["count"], fields["first"], fields["kind"])
+        return cls(
+            fields["rank"], fields["host"], fields["slot"], tuple(fields["samples"]), fields["unit"], flaw
+        )
 
 
 class JidokaHalt(Exception):
@@ -103,11 +105,11 @@ def find_flaw(name: str, values: Tensor) -> Flaw | None:
     count = int(bad.sum())
     if not count:
         return None
-    kinds = [word for word, test in (("NaN", torch.isnan), ("Inf", torch.isinf)) if bool(test(values).any())]
+    kinds = [kind for kind, test in (("NaN", torch.isnan), ("Inf", torch.isinf)) if bool(test(values).any())]
     return Flaw(name, count, int(bad.to(torch.uint8).argmax()), " and ".join(kinds))
 
 
 def share_findings(group: Group, mine: Sequence[Finding]) -> list[Finding]:
     """Everyone's findings, in the order of ranks and slots."""
-    words = group.all_gather_bytes(json.dumps([finding.fields() for finding in mine]).encode())
-    return [Finding.from_fields(said) for word in words for said in json.loads(word)]
+    everyone = group.all_gather_bytes(json.dumps([finding.fields() for finding in mine]).encode())
+    return [Finding.from_fields(fields) for data in everyone for fields in json.loads(data)]

@@ -1,9 +1,9 @@
 """Layers that can write the gradient of their weight where it is wanted.
 
 Autograd puts each gradient into fresh memory, from which it is then copied into the arena: more passes over
-memory than the product itself needs at small batches. A weight that has a `gradient_room` (see
-`andon.engine.arena.give_room`) gets its gradient written there. The room is used once per backward, so that a
-weight used twice is still summed by autograd.
+memory than the product itself needs at small batches. A weight that has a `grad_out` (see
+`andon.engine.arena.set_grad_out`) gets its gradient written there. The room is used once per backward, so
+that a weight used twice is still summed by autograd.
 
 A weight held in bf16 is computed with in f32 (under autocast as autocast wants it), and its gradient is f32
 where the parameter allows it (`grad_dtype`). Products make the f32 copy anew in backward: kept, all of them
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _has_room(self.weight):
+        if not _has_grad_out(self.weight):
             autocast = torch.is_autocast_enabled(x.device.type)
             return F.linear(x, self.weight if autocast else full(self.weight))
         out: Tensor = _Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ class Embedding(nn.Embedding):
     """`nn.Embedding`, whose weight's gradient goes straight into the weight's room."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.weight.dtype == torch.float32 and not _has_room(self.weight):
+        if self.weight.dtype == torch.float32 and not _has_grad_out(self.weight):
             return F.embedding(tokens, self.weight)
         out: Tensor = _Lookup.apply(tokens, self.weight)  # type: ignore[no-untyped-call]
         return out
@@ -81,7 +81,7 @@ class _Product(torch.autograd.Function):
         for_x = (rows @ weight.float()).view(x.shape) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return for_x, None
-        inputs, room = x.reshape(-1, x.shape[-1]), _take_room(weight)
+        inputs, room = x.reshape(-1, x.shape[-1]), _take_grad_out(weight)
         if room is None:
             return for_x, rows.t() @ inputs
         return for_x, torch.mm(rows.t(), inputs, out=room).detach()
@@ -99,20 +99,20 @@ class _Lookup(torch.autograd.Function):
         tokens, weight = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return None, None
-        room = _take_room(weight)
+        room = _take_grad_out(weight)
         total = torch.zeros_like(weight, dtype=torch.float32) if room is None else room.zero_()
         total.index_add_(0, tokens.flatten(), gradient.reshape(-1, gradient.shape[-1]))
         return None, total.detach()
 
 
-def _has_room(weight: Tensor) -> bool:
+def _has_grad_out(weight: Tensor) -> bool:
     plain = torch.compiler.is_compiling() or torch.is_autocast_enabled(weight.device.type)
-    return hasattr(weight, "gradient_room") and not plain
+    return hasattr(weight, "grad_out") and not plain
 
 
-def _take_room(weight: Tensor) -> Tensor | None:
+def _take_grad_out(weight: Tensor) -> Tensor | None:
     """The room of a weight, once. What is put there is given to autograd detached: as a tensor of its own,
     which autograd keeps instead of copying it."""
-    room: Tensor | None = getattr(weight, "gradient_room", None)
-    weight.gradient_room = None  # type: ignore[attr-defined]
+    room: Tensor | None = getattr(weight, "grad_out", None)
+    weight.grad_out = None  # type: ignore[attr-defined]
     return room

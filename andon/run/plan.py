@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from andon.config.schema import Config
-from andon.engine.order import Order
-from andon.engine.order import plan as plan_order
+from andon.engine.order import Order, make_order
 from andon.model.shape import Shape
-from andon.optim.shard_map import MOMENT_BYTES, ShardMap
+from andon.optim.shard_map import UnitOwners
 
 PROGRAM: Final = 184_000_000
 """Python, torch, Andon and the math library's buffers: pages of a process's own."""
@@ -29,6 +28,8 @@ LIBRARIES: Final = 110_000_000
 """Pages of libraries in use, which all workers of a machine share."""
 ALLOCATOR: Final = 1.4
 """What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
+MOMENT_BYTES: Final = 2 * 4
+"""AdamW keeps two f32 moments for each parameter."""
 SCRATCH: Final = 7 << 20
 """Buffers of a rank of shm, star or ring."""
 COMPILER: Final = 100_000_000
@@ -92,7 +93,7 @@ class Change:
 
 def make_plan(config: Config) -> Plan:
     """The arithmetic of a configuration."""
-    shape, order = config.shape, plan_order(config.train.slots, config.workers)
+    shape, order = config.shape, make_order(config.train.slots, config.workers)
     rows = max(order.rows(rank) for rank in range(config.workers))
     on_host = config.device != "cuda"
     memory = Memory(
@@ -155,9 +156,8 @@ def owned(config: Config) -> int:
     if policy == "even":
         return -(-shape.parameters * replicas // workers)
     others = [shape.hidden] + [shape.vocab * shape.hidden] * (1 if shape.tied else 2)
-    make = ShardMap.round_robin if policy == "round_robin" else ShardMap.contiguous
-    shards = make([shape.block_parameters] * shape.layers, others, workers)
-    own = [shards.parameters_of(rank) for rank in range(workers)]
+    assert policy != "auto", "a plan is made of a configuration without open choices"
+    own = UnitOwners.of(policy, [shape.block_parameters] * shape.layers, others, workers).parameters
     return max(sum(own[rank - back] for back in range(replicas)) for rank in range(workers))
 
 

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from andon.engine.order import Order, plan, shares
+from andon.engine.order import Order, make_order, shares
 
 if TYPE_CHECKING:  # the coordinator shares this file's errors and needs no torch
     import torch
@@ -68,7 +68,7 @@ class Group(ABC):
     world_size: int
     bytes_sent: int = 0
     """Payload that this rank has sent; in shared memory, what it moved between its own and others'."""
-    keeps_rows: bool = False
+    reduce_preserves_inputs: bool = False
     """Whether a reduce-scatter leaves everyone's rows as they were, but for their own part of the first."""
 
     @abstractmethod
@@ -129,7 +129,7 @@ def rows_of(nodes: torch.Tensor, order: Order, rank: int) -> list[torch.Tensor]:
 
 def one_node_each(world_size: int) -> Order:
     """The order when every rank contributes one row."""
-    return plan(world_size, world_size)
+    return make_order(world_size, world_size)
 
 
 def _tail(detail: str) -> str:

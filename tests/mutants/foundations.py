@@ -237,7 +237,7 @@ MUTANTS = [
         "model/llama.py",
         "k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)",
         "k, v = k.repeat(1, repeat, 1, 1), v.repeat(1, repeat, 1, 1)",
-        ("test_model.py",),
+        ("test_model.py::test_hugging_face_loads_a_checkpoint_with_the_same_logits",),
     ),
     Mutant(
         "cache-length",
@@ -245,7 +245,7 @@ MUTANTS = [
         "model/llama.py",
         "            cache.length = end\n",
         "            cache.length = tokens.shape[1]\n",
-        ("test_model.py",),
+        ("test_model.py::test_a_cache_gives_the_logits_of_the_whole_row",),
     ),
     Mutant(
         "sampling-ignores-temperature",
@@ -253,7 +253,7 @@ MUTANTS = [
         "model/generate.py",
         "(logits / temperature).softmax(-1)",
         "logits.softmax(-1)",
-        ("test_model.py",),
+        ("test_model.py::test_a_low_temperature_takes_the_likeliest_token",),
     ),
     Mutant(
         "sampling-past-the-end",
@@ -261,7 +261,7 @@ MUTANTS = [
         "model/generate.py",
         "done[row] = done[row] or token == end",
         "done[row] = token == end",
-        ("test_model.py",),
+        ("test_model.py::test_a_row_that_has_ended_stays_ended_while_another_goes_on",),
     ),
     Mutant(
         "hub-without-theta",
@@ -269,7 +269,7 @@ MUTANTS = [
         "model/hub.py",
         '"rope_theta": shape.rope_theta,',
         '"rope_theta": 10_000.0,',
-        ("test_model.py",),
+        ("test_model.py::test_hugging_face_loads_a_checkpoint_with_the_same_logits",),
     ),
     Mutant(
         "missing-tensors-accepted",
@@ -277,7 +277,7 @@ MUTANTS = [
         "model/hub.py",
         "if missing := sorted(wanted.keys() - found):",
         "if missing := sorted(found - wanted.keys()):",
-        ("test_model.py",),
+        ("test_model.py::test_a_checkpoint_that_lacks_a_tensor_is_refused",),
     ),
     Mutant(
         "scaled-rope-accepted",
@@ -285,7 +285,7 @@ MUTANTS = [
         "model/hub.py",
         'if rope.get("rope_type", "default") != "default":',
         'if rope.get("rope_type", "default") == "":',
-        ("test_model.py",),
+        ("test_model.py::test_what_this_decoder_does_not_do_is_refused",),
     ),
     Mutant(
         "tied-counted-twice",
@@ -293,7 +293,7 @@ MUTANTS = [
         "model/shape.py",
         "(1 if self.tied else 2)",
         "2",
-        ("test_model.py",),
+        ("test_model.py::test_the_parameter_count_is_the_arithmetic_one",),
     ),
     # config
     Mutant(

@@ -76,7 +76,7 @@ class Call:
 class ShmGroup(Group):
     """The ranks of one machine."""
 
-    keeps_rows = True
+    reduce_preserves_inputs = True
 
     def __init__(
         self, rank: int, processes: Sequence[int], first: Segment, timeout: float, wire: Wire

@@ -1,0 +1,171 @@
+"""Checkpoints as the trainer sees them: `load` before the first step, `after` behind every step, and a status
+that travels with every step's exchange. Everything else about saving lies behind these calls.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from andon.checkpoint.listing import checkpoint_path, should_save
+from andon.checkpoint.moments import Moments
+from andon.checkpoint.progress import Progress
+from andon.checkpoint.resume import load_checkpoint
+from andon.checkpoint.saver import Saver, Tell
+from andon.checkpoint.snapshot import Snapshot
+from andon.checkpoint.store import Store
+from andon.engine.optimizer import Optimizer
+from andon.errors import UserError
+from andon.integrity.halt import JidokaHalt
+from andon.transport.base import GroupError
+
+PATIENCE = 30.0  # seconds that training, or a halt, waits for a save before it goes on without
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """When to save, what to keep, and what a failure does."""
+
+    every: int = 0
+    """Steps between saves; 0: only the last step is saved."""
+    keep: int = 3
+    keep_every: int = 0
+    on_failure: Literal["continue", "stop"] = "continue"
+    timeout: float = 1800.0
+    """Seconds after which a save is given up."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a checkpoint says besides tensors and progress."""
+
+    folder: Path
+    """Where the checkpoints of the run lie."""
+    state: Mapping[str, Any]
+    """Fields of `state.json`: among them `config` and the digest of the `data`."""
+    files: Mapping[str, str]
+    """Text files by name, such as what Hugging Face needs."""
+    holder: Callable[[], str] = lambda: ""
+    """Which process holds the run's folder, as this rank sees it; empty: it does not see the folder."""
+
+
+class Checkpointer:
+    """Saves and loads a run together with the other ranks."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        progress: Progress,
+        facts: RunFacts,
+        settings: SaveSettings,
+        tell: Tell,
+    ) -> None:
+        self.optimizer, self.progress, self.facts, self.settings = optimizer, progress, facts, settings
+        self.tell, self.model = tell, optimizer.model
+        self._overdue = -1
+        """The step whose save has used up our patience."""
+        self._saver = self._make_saver()
+
+    def _make_saver(self) -> Saver:
+        """Each rank writes its own files; if some rank does not see the folder, rank 0 writes them all."""
+        group, facts, settings = self.model.group, self.facts, self.settings
+        holders = group.all_gather_bytes(facts.holder().encode())
+        rank_0_writes_all = len(set(holders)) > 1
+        self._moments = Moments(self.optimizer, rank_0_writes_all)
+        holder = holders[group.rank].decode()
+
+        def may_write() -> None:
+            if holder and facts.holder() not in (holder, ""):
+                raise OSError(f"another run has taken {facts.folder.parent}")
+
+        store = Store(facts.folder, settings.keep, settings.keep_every, may_write)
+        if group.rank == 0:
+            store.clean()
+        pieces = {} if self._moments.gathers else self._moments.to_save()
+        shards = 1 if rank_0_writes_all else group.world_size
+        snapshot = Snapshot(self.model.arena, pieces, shards, weights=group.rank == 0)
+        return Saver(self.model, store, snapshot, self.tell, settings.timeout)
+
+    def load(self, folder: Path) -> None:
+        """Go on from a verified checkpoint, exactly, with any number of workers."""
+        self.progress.restore(load_checkpoint(folder, self.optimizer, self.facts.state))
+        self.optimizer.steps = self.progress.step
+        self.optimizer.rule.updates = self.progress.updates
+        if folder.resolve() == checkpoint_path(self.facts.folder, self.progress.step).resolve():
+            self._saver.saved = self.progress.step
+
+    def status(self) -> Any:
+        """What this rank tells of a save in progress, with the step's exchange."""
+        return self._saver.status()
+
+    def receive(self, statuses: Sequence[Any]) -> None:
+        """What all ranks told: the save moves on alike on every rank."""
+        self._saver.receive(statuses)
+
+    def after(self, step: int, last: bool = False) -> None:
+        """A step is done: save it if it is due, in the background of the steps that follow; the last one
+        now."""
+        self._stop_if_configured()
+        if should_save(step, self.settings.every, last):
+            self.save(step, wait=last, patience=math.inf if last else PATIENCE)
+
+    def after_halt(self, halt: JidokaHalt) -> None:
+        """Keep the last committed step. The halt is what matters, so that a failure is only noted."""
+        try:
+            if halt.sound and self.progress.step:
+                self.save(self.progress.step, wait=True, patience=PATIENCE)
+            if not halt.sound:
+                # Weights that differ may be in the snapshot of this step; an earlier step was compared since.
+                self._saver.give_up(halt.step - 1, halt.cause)
+                self._saver.finish(PATIENCE)
+        except (UserError, GroupError) as error:
+            self.tell("note", text=str(error))
+
+    def close(self) -> None:
+        """Give up what is still being written."""
+        self._saver.close()
+
+    def finish(self) -> None:
+        """Wait with all ranks until no save is in progress."""
+        self._saver.finish()
+
+    def save(self, step: int, wait: bool = False, patience: float = math.inf) -> None:
+        """Save the current step, in the background or now; for an earlier save it has `patience` seconds."""
+        saver = self._saver
+        if not saver.finish(patience if wait or saver.step != self._overdue else 0.0):
+            self._overdue = saver.step
+            text = f"Step {step} is not saved: the save of step {self._overdue} has not ended"
+            self.tell("note", text=text)
+            return
+        self._stop_if_configured()
+        if saver.saved == step:
+            return
+        if self._moments.gathers:
+            saver.snapshot.moments = self._moments.to_save()
+        saver.request(step, self._texts() if self.model.membership.rank == 0 else {})
+        if wait:
+            if not saver.finish(patience):
+                self.tell("note", text=f"The save of step {step} did not end in {patience:g} s")
+            if saver.failure:
+                raise saver.failure
+
+    def _stop_if_configured(self) -> None:
+        if self._saver.failure and self.settings.on_failure == "stop":
+            raise self._saver.failure
+
+    def _texts(self) -> dict[str, str]:
+        """The files of a checkpoint besides its tensors."""
+        state = {
+            **self.progress.fields(),
+            "learning_rate": self.optimizer.lr,
+            "next": {"step": self.progress.step + 1, "slot": 0},
+            "slots": self.model.membership.order.slots,
+            "world_size": self.model.membership.world_size,
+            # Batches and first weights are pure functions of the seed, and nothing else is drawn in training.
+            **self.facts.state,
+        }
+        return {"state.json": json.dumps(state, indent=2) + "\n", **self.facts.files}

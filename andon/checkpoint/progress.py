@@ -1,0 +1,49 @@
+"""How far a run has come: what a checkpoint's `state.json` must bring back besides weights and optimizer
+state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """The counters of a run, the same on every rank."""
+
+    step: int = 0
+    """The last committed step."""
+    tokens: int = 0
+    loss: float = math.nan
+    """Of the last step."""
+    skipped: int = 0
+    """Steps without an update, because a gradient was not finite."""
+    skips_in_a_row: int = 0
+
+    def committed(self, step: int, loss: float, tokens: int) -> None:
+        """A step is done."""
+        self.step, self.loss = step, loss
+        self.tokens += tokens
+
+    @property
+    def updates(self) -> int:
+        """How many updates the optimizer has made."""
+        return self.step - self.skipped
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "step": self.step,
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "skips_in_a_row": self.skips_in_a_row,
+        }
+
+    def restore(self, fields: Mapping[str, Any]) -> None:
+        """Go on from where `fields` were taken."""
+        self.step, self.tokens = fields["step"], fields["tokens"]
+        self.loss = math.nan if fields["loss"] is None else fields["loss"]
+        self.skipped, self.skips_in_a_row = fields["skipped"], fields["skips_in_a_row"]

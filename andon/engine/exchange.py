@@ -1,0 +1,150 @@
+"""The exchange of gradients: one thread, on which every unit of a step has its turn in layout order.
+
+A unit's turn: do the merges that are left, check this rank's contribution if it cannot be looked at later
+(`integrity.finite`), reduce it over the group, and take the norm of every cell that this rank owns. Once a
+unit has failed, the units after it fail with its error. Updated weights are gathered on the same thread
+(`engine.gather`), so that the group is never used by two collectives at once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from andon.engine.arena import CELL, Arena
+from andon.engine.membership import Membership
+from andon.engine.order import Merges
+from andon.integrity.finite import GradientSums, blame_after_reduce, is_finite
+from andon.optim.sharding import Ownership
+
+
+class Passenger(Protocol):
+    """A component whose status travels with every step's exchange (JSON), such as a save in progress."""
+
+    def status(self) -> Any:
+        """What this rank tells the others."""
+        ...
+
+    def receive(self, statuses: Sequence[Any]) -> None:
+        """What every rank has told, by rank; the same list on every rank."""
+        ...
+
+
+class Exchange:
+    """Reduces the units of one step after another, on a thread of its own."""
+
+    def __init__(self, arena: Arena, membership: Membership) -> None:
+        self.arena, self.membership = arena, membership
+        self.seconds = 0.0
+        """How long the collectives of this step took, most of it while backward computed."""
+        self.checks = True
+        """Off only where a benchmark measures what the checks cost."""
+        # A new thread starts with torch's default number of compute threads: give it the worker's.
+        same_threads = partial(torch.set_num_threads, torch.get_num_threads())
+        self.thread = ThreadPoolExecutor(1, "andon-exchange", initializer=same_threads)
+        self._sums = GradientSums(arena, membership.slots)
+        self._tasks: list[Future[None]] = []
+        self._bad: list[str] = []
+
+    def own(self, ownership: Ownership) -> None:
+        """Decide who gets which part of every reduced gradient."""
+        self.ownership = ownership
+        self._scatters = ownership.sharded and ownership.replicas == 1
+        self._checks_before_reduce = not (self._scatters and self.membership.group.reduce_preserves_inputs)
+        self._cells = _OwnedCells(self.arena, self.membership, ownership)
+
+    def note_gradient(self, slot: int, name: str, gradient: Tensor) -> None:
+        """A gradient is complete, and still in the cache: the place for what must be read of it."""
+        if self.checks and self._checks_before_reduce:
+            self._sums.note(slot, name, gradient)
+
+    def submit(self, unit: int, merges: Merges, rows: Tensor) -> None:
+        """A unit is ready in this rank's rows: it has its turn after those before it."""
+        before = self._tasks[-1] if self._tasks else None
+        self.seconds = self.seconds if before else 0.0
+        self._tasks.append(self.thread.submit(self._reduce, unit, merges, rows, before))
+
+    def wait(self) -> list[str]:
+        """Wait until all units are reduced; the units to which this rank's contribution was seen to be
+        bad."""
+        for task in self._tasks:
+            task.result()
+        bad, self._bad, self._tasks = self._bad, [], []
+        self._sums.reset()
+        return bad
+
+    def tell(self, status: Any) -> list[Any]:
+        """Every rank's status (JSON), by rank."""
+        data = self.membership.group.all_gather_bytes(json.dumps(status).encode())
+        return [json.loads(each) for each in data]
+
+    def norm(self) -> float:
+        """The norm of the whole reduced gradient, the same bits on every rank."""
+        return self._cells.norm()
+
+    def blame(self, seen: tuple[tuple[int, str], ...], rows: Tensor) -> tuple[tuple[int, str], ...]:
+        """(rank, unit) of every bad contribution to a sum that is not finite; `seen` before the reduce."""
+        if self._checks_before_reduce:
+            return seen
+        mine = rows[: len(self.membership.order.nodes[self.membership.rank])]
+        return tuple(blame_after_reduce(self.membership.group, self.ownership, mine, rows[0]))
+
+    def _reduce(self, index: int, merges: Merges, rows: Tensor, before: Future[None] | None) -> None:
+        if before is not None:
+            before.result()
+        unit, membership = self.arena.layout.units[index], self.membership
+        mine = rows[:, unit.start : unit.stop]
+        for into, other in merges:
+            mine[into].add_(mine[other])
+        mine = mine[: max(1, len(membership.order.nodes[membership.rank]))]
+        if self.checks and self._checks_before_reduce and not self._sums.are_finite(unit):
+            self._bad += [] if is_finite(mine) else [unit.name]
+        started = time.perf_counter()
+        if self._scatters and self.ownership.bounds:
+            membership.group.reduce_scatter(mine, self.ownership.bounds[index], membership.order)
+        else:
+            membership.group.all_reduce(mine, membership.order)
+        self.seconds += time.perf_counter() - started
+        self._cells.measure(index, rows[0])
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self.thread.shutdown(wait=True, cancel_futures=True)
+
+
+class _OwnedCells:
+    """The norm of each cell of the arena, computed by its owner and gathered in one order."""
+
+    def __init__(self, arena: Arena, membership: Membership, ownership: Ownership) -> None:
+        self.membership = membership
+        self._norms = torch.zeros(arena.layout.size // CELL, device=arena.device)
+        spans = [ownership.spans(rank) for rank in range(membership.world_size)]
+        units = len(arena.layout.units)
+        ends = list(accumulate((hi - lo) // CELL for each in spans for lo, hi in each))
+        self._bounds = [0, *ends[units - 1 :: units]]
+        by_rank = [np.arange(lo // CELL, hi // CELL) for each in spans for lo, hi in each]
+        self._arena_order = np.argsort(np.concatenate(by_rank))
+        starts = [0, *ends][membership.rank * units :]
+        self._spans = [(lo, hi, at) for (lo, hi), at in zip(spans[membership.rank], starts, strict=False)]
+        """For each unit: the range that this rank measures, and where its cells lie among the norms."""
+
+    def measure(self, unit: int, total: Tensor) -> None:
+        """The unit is reduced: take the norms of the cells that this rank owns."""
+        lo, hi, at = self._spans[unit]
+        norms = self._norms[at : at + (hi - lo) // CELL]
+        torch.linalg.vector_norm(total[lo:hi].view(-1, CELL), dim=1, out=norms)
+
+    def norm(self) -> float:
+        """The norm over all cells, added up in the order of the arena."""
+        self.membership.group.all_gather(self._norms, self._bounds)
+        cells = self._norms.cpu().numpy().astype(np.float64)[self._arena_order]
+        return float(np.sqrt(np.dot(cells, cells)))

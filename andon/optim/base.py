@@ -1,0 +1,49 @@
+"""What an optimizer is here: named state tensors over parts of the arena, and an update on those parts.
+
+A *part* is a range [start, stop) of the arena. The state holds the parts one after another, so with ZeRO a
+rank keeps state only for the parts that it owns. A new optimizer is one file with a subclass of `UpdateRule`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from andon.engine.arena import Arena
+
+Range = tuple[int, int]
+
+
+class UpdateRule(ABC):
+    """Updates the weights of some parts of the arena from their summed gradients."""
+
+    def __init__(self, arena: Arena, parts: Sequence[Range]) -> None:
+        self.arena, self.parts = arena, list(parts)
+        self.size = sum(stop - start for start, stop in parts)
+        self.state: dict[str, Tensor] = {}
+        """Flat f32 tensors of `size` elements by name; checkpoints save and load them."""
+        self.updates = 0
+        """How many updates were made; a skipped step is none."""
+
+    @abstractmethod
+    def update(self, gradients: Tensor, scale: float, lr: float) -> None:
+        """Update the weights from summed gradients, which are divided by `scale`."""
+
+    def pieces(self, within: Sequence[Range] | None = None) -> Iterator[tuple[str, int, int, int]]:
+        """(name, lo, hi, offset): the state of elements [lo, hi) of a parameter begins at `offset`.
+
+        Only what lies in the ranges `within` of the arena, if given."""
+        offset = 0
+        for start, stop in self.parts:
+            for first, last in within if within is not None else [(start, stop)]:
+                for piece in self.arena.layout.slices.values():
+                    lo, hi = max(start, first, piece.start), min(stop, last, piece.stop)
+                    if lo < hi:
+                        yield piece.name, lo - piece.start, hi - piece.start, offset + lo - start
+            offset += stop - start
+
+
+MakeRule = Callable[[Arena, Sequence[Range]], UpdateRule]
+"""Makes the rule that updates the given parts of an arena."""
