@@ -83,6 +83,8 @@ class Forked(subprocess.Popen[str]):
 
 def popen(command: list[str], **settings: Any) -> subprocess.Popen[str]:
     """As `subprocess.Popen` of `python -m andon …`, from the nursery of this process."""
+    if sys.platform != "linux":
+        return subprocess.Popen(command, **settings)
     if Forked.nursery is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module = [sys.executable, "-m", "tests.prefork", str(theirs.fileno())]
