@@ -209,18 +209,11 @@ def bench_transport(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
     sizes: Annotated[str, typer.Option(help="Vector sizes.")] = "64KB,1MB,16MB,64MB,256MB",
     repetitions: Annotated[int, typer.Option(min=1, help="Turns of each; the median counts.")] = 7,
-    rate: Annotated[
-        str, typer.Option(help="In a network that carries so much, such as 4gbit (Linux, as root).")
-    ] = "",
+    rate: Annotated[str, typer.Option(help="In a network that carries so much, such as 4gbit (Linux).")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
 ) -> None:
     """All-reduce of every transport against gloo, interleaved in one run."""
-    if rate:
-        from andon.bench.link import run_at
-
-        options = ["--transports", transports, "--ranks", ranks, "--sizes", sizes]
-        options += ["--repetitions", str(repetitions), *(["--json"] if as_json else [])]
-        raise typer.Exit(run_at(rate, ["bench", "transport", *options]))
+    _enter_network(rate)
     from andon.bench.transport import main as run
     from andon.bench.transport import parse_size
 
@@ -241,12 +234,10 @@ def bench_train(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
 ) -> None:
     """Andon's step with and without checks against PyTorch DDP over Gloo, interleaved in one run."""
-    if zero:
-        from andon.bench.zero import main as run
-    else:
-        from andon.bench.train import main as run
+    _enter_network()
+    from andon.bench.train import main as run
 
-    run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, as_json)
+    run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, zero, as_json)
 
 
 @bench_app.command("checkpoint")
@@ -353,6 +344,14 @@ def _config(arguments: list[str]) -> Config:
     if corpus:
         overrides = {"data.corpus": corpus, **overrides}
     return load(Path(files[0]) if files else None, overrides)
+
+
+def _enter_network(rate: str = "") -> None:
+    """Give a benchmark a network of its own, before anything heavy is imported."""
+    from andon.bench.link import enter_network
+
+    if note := enter_network(rate):
+        _console(stderr=True).print(note, style="dim")
 
 
 def _numbers(option: str, text: str) -> list[int]:

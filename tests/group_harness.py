@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -27,13 +26,19 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from andon.transport import TRANSPORTS, open_group
-from andon.transport.base import Group, GroupError, Wire
-from andon.transport.local import thread_groups
+from andon.transport.base import TRANSPORTS, Group, GroupError, Settings, Wire, open_group
 from andon.transport.torch_dist import StoreRendezvous
+from tests.thread_group import thread_groups
 
 Work = Callable[..., Any]
-MODULES = {"torch": "torch_dist", "threads": "local"}
+SIZES: dict[str, tuple[int, ...]] = {
+    "local": (1,),
+    "shm": (1, 2, 3, 4, 5),
+    "star": (1, 2, 3, 4, 5),
+    "ring": (1, 2, 3, 4, 5),
+    "torch": (1, 2, 3, 4, 5),
+}
+"""Every transport with the world sizes that the contract suite tests it with."""
 _CLOSE = "close"
 
 _context = multiprocessing.get_context("forkserver")
@@ -64,7 +69,7 @@ class World:
     def __init__(self, transport: str, size: int, wire: Wire = "f32", timeout: float = 10.0) -> None:
         self.size = size
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        server = self._start_server(size, timeout) if transport == "star" else 0
+        server = self._start_server(size, timeout) if TRANSPORTS[transport].needs_server else 0
         self._pipes: list[Connection[Any, Any]] = []
         self._processes = []
         for rank in range(size):
@@ -139,14 +144,9 @@ class World:
 
 
 def worlds(*sizes: int, processes_only: bool = False) -> list[tuple[str, int]]:
-    """Every transport that is there, with every size that it can have."""
-    names = [*TRANSPORTS, *([] if processes_only else ["threads"])]
-    return [
-        (name, size)
-        for name in names
-        for size in sizes
-        if find_spec(f"andon.transport.{MODULES.get(name, name)}") and (name != "local" or size == 1)
-    ]
+    """Every transport, and threads unless processes are asked for, with each of the sizes it can have."""
+    named = SIZES if processes_only else {**SIZES, "threads": (1, 2, 3, 4, 5)}
+    return [(name, size) for name, possible in named.items() for size in sizes if size in possible]
 
 
 def world(transport: str, size: int, wire: Wire = "f32", timeout: float = 10.0) -> World | ThreadWorld:
@@ -196,9 +196,8 @@ def _serve(
             break
         started = time.monotonic()
         try:
-            group = group or open_group(
-                transport, rendezvous, timeout=timeout, wire=wire, address=("127.0.0.1", server)
-            )
+            settings = Settings(timeout, wire, server=("127.0.0.1", server))
+            group = group or open_group(transport, rendezvous, settings)
             started = time.monotonic()
             if work == _CLOSE:
                 group.close()

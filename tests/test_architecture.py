@@ -96,8 +96,7 @@ def test_no_import_goes_round_in_a_circle() -> None:
 )
 def test_the_engine_imports_few_packages(path: Path) -> None:
     packages = {name.split(".")[0] for name in imports(path, top_level_only=True)}
-    compiles = path.name == "rounding.py"
-    assert packages <= ENGINE_MAY_IMPORT | ({"numba"} if compiles else set())
+    assert packages <= ENGINE_MAY_IMPORT
 
 
 def test_nothing_is_pickled() -> None:

@@ -16,9 +16,9 @@ import torch
 
 from andon.engine.order import make_order
 from andon.protocol2.client import ServerShutdown, WorkerClient
+from andon.protocol2.messages import JoinRequest
 from andon.protocol2.server import GradientServer, NonFiniteGradient
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
-from andon.transport.tcp.frames import JoinRequest
 from tests.plain_peers import SECONDS, PlainServer, PlainSocket, PlainWorker
 
 

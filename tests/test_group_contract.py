@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from andon.engine.order import Order, make_order
-from andon.transport.base import Group, GroupError, Wire
-from tests.group_harness import World, world, worlds
+from andon.transport.base import TRANSPORTS, Group, GroupError, Wire
+from tests.group_harness import SIZES, World, world, worlds
 
 WIRES: tuple[Wire, ...] = ("f32", "bf16")
 HUGE = 10_000_000
@@ -65,7 +65,8 @@ class Sums:
     def check(self, group: Group, order: Order, got: torch.Tensor, part: slice = slice(None)) -> None:
         want = oracle(order, got.numel(), self.wire)[part]
         one_row_each = order.slots == group.world_size
-        if self.transport != "ring" or (one_row_each and group.world_size <= 2):
+        in_one_order = self.transport == "threads" or TRANSPORTS[self.transport].one_order
+        if in_one_order or (one_row_each and group.world_size <= 2):
             assert torch.equal(got[part], want)
         else:
             tolerance = 1e-5 if self.wire == "f32" else 5e-2
@@ -154,10 +155,14 @@ def reduce_until_failure(group: Group, victim: int, sign: signal.Signals) -> tup
     raise AssertionError("nobody fell")
 
 
+def test_every_transport_is_in_the_table_of_this_suite() -> None:
+    assert SIZES.keys() == TRANSPORTS.keys()
+
+
 @pytest.mark.parametrize(("transport", "size"), worlds(1, 2, 3, 4, 5))
 @pytest.mark.parametrize("wire", WIRES)
 def test_sums_are_the_oracles(transport: str, size: int, wire: Wire) -> None:
-    if wire == "bf16" and transport in ("local", "threads"):
+    if wire == "bf16" and (transport == "threads" or not TRANSPORTS[transport].connects):
         pytest.skip("nothing goes over a wire")
     sums = Sums(transport, wire)
     with world(transport, size, wire) as ranks:

@@ -14,6 +14,7 @@ import pytest
 
 from andon.checkpoint.listing import checkpoint_path
 from andon.checkpoint.manifest import verify
+from andon.transport.base import TRANSPORTS
 from tests.runs import (
     SMALL,
     ctrl_c,
@@ -81,7 +82,7 @@ def test_ctrl_c_before_the_workers_have_joined_is_not_lost(tmp_path: Path) -> No
 def test_sigterm_to_every_process_at_once_saves_and_leaves(tmp_path: Path, transport: str) -> None:
     process = start_long_run(tmp_path, f"--group.transport={transport}", "--checkpoint.every=0")
     everyone = workers_of(process)
-    assert len(everyone) == 2 + (transport == "star")  # and the gradient server
+    assert len(everyone) == 2 + TRANSPORTS[transport].needs_server  # and the gradient server
     for each in everyone:
         each.terminate()
     process.terminate()

@@ -17,7 +17,7 @@ from andon.engine.order import middle
 from andon.engine.trainer import Trainer
 from andon.model.llama import Llama
 from andon.optim import schedules
-from andon.transport.base import Group
+from andon.transport.base import TRANSPORTS, Group
 from tests.group_harness import World, worlds
 from tests.training import make_trainer, small_config, small_tokens, train_digest
 
@@ -79,7 +79,7 @@ def plain_loop(folder: Path, config: Config) -> str:
 
 
 @pytest.mark.parametrize(
-    ("transport", "size"), [w for w in worlds(1, 2, 3, 4, processes_only=True) if w[0] != "ring"]
+    ("transport", "size"), [w for w in worlds(1, 2, 3, 4, processes_only=True) if TRANSPORTS[w[0]].one_order]
 )
 def test_every_transport_and_number_of_workers_gives_the_answer(
     tokens: Path, answer: str, transport: str, size: int

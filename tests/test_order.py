@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from andon.engine.order import Order, apart, cover, make_order, middle, plan_ranges, shares
+from andon.engine.order import Order, cover, make_order, middle, order_of_ranges, shares
 
 RNG = np.random.default_rng(7)
 VALUES = (RNG.standard_normal(64) * 10.0 ** RNG.integers(-6, 6, 64)).astype(np.float32)
@@ -55,7 +55,7 @@ def test_every_world_size_adds_up_to_the_one_worker_sum(slots: int) -> None:
 
 def test_uneven_ranges_left_by_a_lost_worker_add_up_too() -> None:
     for bounds in [(0, 5, 5, 16), (0, 1, 2, 16), (0, 0, 16), (0, 7, 9, 13, 16)]:
-        order = plan_ranges(16, bounds)
+        order = order_of_ranges(16, bounds)
         leaves = [value for rank in range(order.world_size) for value in fold(order, rank)]
         order.add_up(leaves)
         assert leaves[0].value.tobytes() == tree_sum(0, 16).tobytes()
@@ -99,28 +99,6 @@ def test_shares_are_complete_and_within_one_grain() -> None:
 def test_more_workers_than_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="5 workers cannot share 4 slots"):
         make_order(4, 5)
-
-
-@pytest.mark.parametrize(
-    "order",
-    [make_order(slots, world) for slots in range(1, 18) for world in range(1, min(slots, 6) + 1)]
-    + [plan_ranges(16, bounds) for bounds in [(0, 5, 5, 16), (0, 1, 2, 16), (0, 0, 16), (0, 7, 9, 13, 16)]],
-    ids=lambda order: f"{order.slots}-{'-'.join(map(str, order.bounds))}",
-)
-def test_a_rank_that_keeps_its_rows_apart_comes_to_the_same_sum(order: Order) -> None:
-    for rank in range(order.world_size):
-        leaves = [value for each in range(order.world_size) for value in fold(order, each)]
-        rows = [leaf for leaf, (owner, _) in zip(leaves, order.leaves, strict=True) if owner == rank]
-        rows = rows or [Value(np.float32(-0.0))]
-        adds = apart(order, rank)
-        for into, other in adds.others:
-            assert rank not in (order.leaves[into][0], order.leaves[other][0])
-            leaves[into].add_(leaves[other])
-        given = iter([leaves[leaf] for leaf in adds.given])
-        for row, own in adds.own:
-            rows[row].add_(next(given) if own is None else rows[own])
-        assert next(given, None) is None
-        assert rows[0].value.tobytes() == tree_sum(0, order.slots).tobytes()
 
 
 class Term:

@@ -24,9 +24,9 @@ from andon.optim.shard_map import Policy
 from andon.optim.sharding import Zero
 from andon.run.plan import live_activations, make_plan
 from andon.transport.base import Group
-from andon.transport.local import thread_groups
 from tests.memory import peak_memory
 from tests.runs import andon
+from tests.thread_group import thread_groups
 
 SMALL = Shape(vocab=97, hidden=32, layers=3, heads=4, kv_heads=2, intermediate=48, context=24)
 SETTING = ["--model.preset=30m", "--train.micro_batch=1", "--train.slots=4"]

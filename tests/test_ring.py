@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from andon.engine.order import make_order, shares
-from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Wire
+from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings, Wire
 from andon.transport.tcp.ring import RingGroup
 from tests.group_harness import World
 
@@ -53,7 +53,7 @@ def ring(size: int, wire: Wire = "f32", timeout: float = SECONDS) -> Iterator[li
     table = Table(size)
     with ThreadPoolExecutor(size) as pool:
         seats = [Seat(table, rank) for rank in range(size)]
-        groups = list(pool.map(lambda seat: RingGroup.open(seat, "127.0.0.1", timeout, wire), seats))
+        groups = list(pool.map(lambda seat: RingGroup.open(seat, Settings(timeout, wire)), seats))
     try:
         yield groups
     finally:
@@ -179,7 +179,7 @@ def test_rubbish_from_a_neighbour_is_refused_everywhere() -> None:
 def test_rubbish_on_a_watch_link_is_refused() -> None:
     for rubbish in (b"\xff" * 100, struct.pack(">I", 1) + b"\x99", struct.pack(">I", 1) + b"\x07"):
         with ring(3) as groups:
-            groups[1]._watch._links[0].send(rubbish)
+            groups[1]._detector._links[0].send(rubbish)
             errors = everyone([groups[0], groups[2]], lambda group: group.barrier())
             assert [type(error) for error in errors] == [ProtocolError] * 2
             assert all("rank 1" in str(error) for error in errors)
@@ -217,7 +217,7 @@ def test_strangers_do_not_hold_up_a_ring() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         seats = [Noisy(table, rank) for rank in range(2)]
-        groups = list(pool.map(lambda seat: RingGroup.open(seat, "127.0.0.1", SECONDS, "f32"), seats))
+        groups = list(pool.map(lambda seat: RingGroup.open(seat, Settings(SECONDS)), seats))
     assert everyone(groups, lambda group: group.all_gather_bytes(b"%d" % group.rank)) == [[b"0", b"1"]] * 2
     for group in groups:
         group.close()
@@ -231,7 +231,7 @@ def test_a_rank_that_never_connects_is_named() -> None:
     def come(rank: int) -> BaseException | None:
         try:
             if rank == 0:
-                RingGroup.open(Seat(table, 0), "127.0.0.1", 0.5, "f32").close()
+                RingGroup.open(Seat(table, 0), Settings(0.5)).close()
             else:
                 Seat(table, 1).exchange("ring", table_word)
         except GroupError as error:

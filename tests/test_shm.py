@@ -10,13 +10,13 @@ import torch
 
 from andon.engine.order import make_order
 from andon.errors import UserError
-from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Wire
+from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings, Wire
 from andon.transport.shm.group import ShmGroup
-from andon.transport.shm.segment import STAGE
+from andon.transport.shm.segment import STAGE_BYTES
 from tests.group_harness import World
 from tests.test_group_contract import oracle, rows_of_mine
 
-LONG = STAGE // 4 * 3 + 17  # more than a staging area of floats
+LONG = STAGE_BYTES // 4 * 3 + 17  # more than a staging area of floats
 
 
 def reduce_views(group: Group, wire: Wire) -> None:
@@ -79,8 +79,8 @@ def reduce_on_the_gpu(group: Group, wire: Wire) -> None:
 
 def near_the_end_of_the_counter(group: Group) -> None:
     assert isinstance(group, ShmGroup)
-    group._meeting.turn = 0xFFFF_FFF0
-    group._meeting._counters[group.rank] = 0xFFFF_FFF0
+    group._barrier.turn = 0xFFFF_FFF0
+    group._barrier._counters[group.rank] = 0xFFFF_FFF0
 
 
 def disagree(group: Group, how: str) -> None:
@@ -194,7 +194,7 @@ class ElsewhereRendezvous:
 
 def test_workers_of_two_machines_are_refused() -> None:
     with pytest.raises(UserError, match="one machine"):
-        ShmGroup.open(ElsewhereRendezvous(), 1.0)
+        ShmGroup.open(ElsewhereRendezvous(), Settings(1.0))
 
 
 def test_the_errors_are_one_family() -> None:

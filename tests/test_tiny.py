@@ -26,7 +26,15 @@ def test_from_nothing_to_a_model_that_writes(tmp_path: Path) -> None:
     assert [said["step"] for said in events(run, "eval")] == [3, 6]
     first, last = events(run, "step")[0], events(run, "step")[-1]
     assert last["loss"] < first["loss"]
-    assert {"tokens_per_s", "lr", "grad_norm", "compute_ms", "exchange_ms", "optimizer_ms"} <= first.keys()
+    assert {
+        "tokens_per_s",
+        "lr",
+        "grad_norm",
+        "forward_ms",
+        "backward_ms",
+        "exchange_ms",
+        "optimizer_ms",
+    } <= first.keys()
 
     code, text = andon("generate", str(checkpoint), "Once", "--length=5", cwd=tmp_path, executed=True)
     assert code == 0 and text.startswith("Once"), text

@@ -11,20 +11,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from andon.engine.order import make_order
 from andon.errors import UserError
-from andon.transport import open_group
-from andon.transport.base import Group, GroupTimeout, PeerLost
-from andon.transport.torch_dist import StoreRendezvous, TorchGroup, init_torch
+from andon.transport.base import Group, GroupTimeout, PeerLost, Settings, open_group
+from andon.transport.torch_dist import StoreRendezvous, TorchGroup
 from tests.group_harness import World
-
-
-def reduce_plainly(group: Group) -> None:
-    """Torch's own all-reduce: the sum, in an order of its own."""
-    plain = TorchGroup(canonical=False)
-    order = make_order(group.world_size + 3, group.world_size)
-    rows = torch.full((len(order.nodes[group.rank]), 100), float(group.rank + 1))
-    plain.all_reduce(rows, order)
-    want = sum((rank + 1) * len(order.nodes[rank]) for rank in range(group.world_size))
-    assert (rows[0] == want).all()
 
 
 def adapt(group: Group) -> None:
@@ -39,11 +28,6 @@ def adapt(group: Group) -> None:
             assert (vector == 3).all()
     assert dist.is_initialized()
     group.barrier()
-
-
-def test_the_plain_all_reduce_sums() -> None:
-    with World("torch", 3) as world:
-        world.run(reduce_plainly)
 
 
 def test_an_adapter_uses_the_ranks_of_its_own_group_and_leaves_it_open() -> None:
@@ -121,11 +105,8 @@ def test_a_group_that_made_its_process_group_destroys_it() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nccl_gives_the_sum_on_the_gpu() -> None:
     order = make_order(5, 1)
-    with init_torch(Alone(), "127.0.0.1", 30.0, backend="nccl") as group:
+    with TorchGroup.open(Alone(), Settings(30.0), backend="nccl") as group:
         rows = torch.arange(10.0).cuda().reshape(1, 10)
         group.all_reduce(rows, order)
         assert torch.equal(rows[0].cpu(), torch.arange(10.0))
         assert group.all_gather_bytes(b"x" * 1000) == [b"x" * 1000]
-        plain = TorchGroup(canonical=False)
-        plain.all_reduce(rows)
-        assert torch.equal(rows[0].cpu(), torch.arange(10.0))

@@ -18,12 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from andon.engine.order import plan_ranges
+from andon.engine.order import order_of_ranges
+from andon.protocol2 import messages
 from andon.protocol2.client import WorkerClient
 from andon.protocol2.server import GradientServer
 from andon.transport.base import ProtocolError
 from andon.transport.tcp import frames as wire
-from andon.transport.tcp.star_server import _checked_operation
+from andon.transport.tcp.star_server import checked_operation
 
 SOAK_COUNT = int(os.environ.get("ANDON_SOAK_COUNT", "100000"))
 COUNTS = [200, pytest.param(SOAK_COUNT, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
@@ -31,18 +32,19 @@ STEP = 7
 SECONDS = 20.0
 FLOATS = np.arange(5, dtype=np.float32)
 MB = 1 << 20
+EVERY = {**wire.TRANSPORT, **messages.VERSION_2}
 
 TEMPLATES: list[wire.Message] = [
-    wire.JoinRequest("worker", 1, "cpu"),
-    wire.JoinAccepted(0, 2),
-    wire.ShardAssignment(STEP, 0, 10),
-    wire.GradientPayload(STEP, 1, FLOATS, 0.5, 1, 2),
-    wire.AveragedGradient(STEP, FLOATS, 0.5),
-    wire.Heartbeat("node", 1),
-    wire.BlockGradientPayload(STEP, 1, 0, 2, (2, 3), FLOATS),
-    wire.AveragedBlockGradient(STEP, 0, (2, 3), FLOATS),
-    wire.NonBlockGradientPayload(STEP, 1, 0, FLOATS),
-    wire.AveragedNonBlockGradient(STEP, 0, FLOATS),
+    messages.JoinRequest("worker", 1, "cpu"),
+    messages.JoinAccepted(0, 2),
+    messages.ShardAssignment(STEP, 0, 10),
+    messages.GradientPayload(STEP, 1, FLOATS, 0.5, 1, 2),
+    messages.AveragedGradient(STEP, FLOATS, 0.5),
+    messages.Heartbeat("node", 1),
+    messages.BlockGradientPayload(STEP, 1, 0, 2, (2, 3), FLOATS),
+    messages.AveragedBlockGradient(STEP, 0, (2, 3), FLOATS),
+    messages.NonBlockGradientPayload(STEP, 1, 0, FLOATS),
+    messages.AveragedNonBlockGradient(STEP, 0, FLOATS),
     wire.Hello(0, 2, "data", "token"),
     wire.Operation("all-reduce", 10, "float32", (0, 10), 2, (0, 1, 2)),
     wire.Broken("lost", 1, "gone"),
@@ -115,7 +117,7 @@ def test_decoding_refuses_every_malformed_payload(count: int) -> None:
     @given(malformed)
     def check(payload: bytes) -> None:
         with pytest.raises(ProtocolError) as caught:
-            wire.decode(payload)
+            wire.decode(payload, EVERY)
         assert len(str(caught.value)) > 10
 
     check()
@@ -127,7 +129,7 @@ def test_decoding_a_dubious_payload_gives_that_very_payload_or_an_error(count: i
     @given(dubious)
     def check(payload: bytes) -> None:
         try:
-            message = wire.decode(payload)
+            message = wire.decode(payload, EVERY)
         except ProtocolError:
             return
         assert wire.frame(message)[4:] == payload
@@ -150,7 +152,7 @@ def receive(sock: socket.socket) -> bytes:
 
 def join(address: tuple[str, int]) -> socket.socket:
     sock = socket.create_connection(address, SECONDS)
-    send(sock, wire.frame(wire.JoinRequest("w", 0, "cpu"))[4:])
+    send(sock, wire.frame(messages.JoinRequest("w", 0, "cpu"))[4:])
     return sock
 
 
@@ -159,17 +161,17 @@ def wrong_gradient(worker_id: int) -> st.SearchStrategy[bytes]:
     ints = st.integers(0, 2**32 - 1)
     return st.one_of(
         ints.filter(lambda step: step != STEP).map(
-            lambda step: wire.frame(wire.GradientPayload(step, worker_id, FLOATS, 0.5, 1, 2))[4:]
+            lambda step: wire.frame(messages.GradientPayload(step, worker_id, FLOATS, 0.5, 1, 2))[4:]
         ),
         ints.filter(lambda number: number != worker_id).map(
-            lambda number: wire.frame(wire.GradientPayload(STEP, number, FLOATS, 0.5, 1, 2))[4:]
+            lambda number: wire.frame(messages.GradientPayload(STEP, number, FLOATS, 0.5, 1, 2))[4:]
         ),
         st.integers(0, 4).map(
-            lambda size: wire.frame(wire.GradientPayload(STEP, worker_id, FLOATS[:size], 0.5, 1, 2))[4:]
+            lambda size: wire.frame(messages.GradientPayload(STEP, worker_id, FLOATS[:size], 0.5, 1, 2))[4:]
         ),
-        st.sampled_from([wire.Shutdown(), wire.ShardAssignment(STEP, 0, 1), wire.JoinAccepted(0, 1)]).map(
-            lambda message: wire.frame(message)[4:]
-        ),
+        st.sampled_from(
+            [messages.Shutdown(), messages.ShardAssignment(STEP, 0, 1), messages.JoinAccepted(0, 1)]
+        ).map(lambda message: wire.frame(message)[4:]),
     )
 
 
@@ -183,7 +185,7 @@ def test_a_server_refuses_them_all_and_serves_the_others_on(count: int) -> None:
         joining.result(SECONDS)
         assert sorted(receive(sock)[0] for sock in good) == [2, 2]
         good_frames = [
-            wire.frame(wire.GradientPayload(STEP, number, FLOATS, 0.5, 1, 2))[4:] for number in range(2)
+            wire.frame(messages.GradientPayload(STEP, number, FLOATS, 0.5, 1, 2))[4:] for number in range(2)
         ]
 
         def spoil(act: Callable[[socket.socket, int], None]) -> None:
@@ -223,8 +225,8 @@ def test_a_server_refuses_them_all_and_serves_the_others_on(count: int) -> None:
             send(sock, payload)
         server.broadcast_averaged(STEP, server.collect_and_reduce(STEP))
         for sock in good:
-            averaged = wire.decode(receive(sock))
-            assert isinstance(averaged, wire.AveragedGradient)
+            averaged = wire.decode(receive(sock), EVERY)
+            assert isinstance(averaged, messages.AveragedGradient)
             assert averaged.gradients.tolist() == FLOATS.tolist()
             sock.close()
 
@@ -236,11 +238,11 @@ def test_a_worker_refuses_them_all(count: int) -> None:
         address = listener.getsockname()
 
         def hear(act: Callable[[socket.socket], None]) -> None:
-            joining = pool.submit(WorkerClient, address, wire.JoinRequest("w", 0, "cpu"), SECONDS, 0.0)
+            joining = pool.submit(WorkerClient, address, messages.JoinRequest("w", 0, "cpu"), SECONDS, 0.0)
             sock, _ = listener.accept()
             with sock:
                 receive(sock)
-                sock.sendall(wire.frame(wire.JoinAccepted(0, 1)))
+                sock.sendall(wire.frame(messages.JoinAccepted(0, 1)))
                 with joining.result(SECONDS) as client:
                     act(sock)
                     with pytest.raises(ProtocolError):
@@ -248,7 +250,9 @@ def test_a_worker_refuses_them_all(count: int) -> None:
 
         @examples(count // 2)
         @given(
-            st.one_of(malformed, rubbish.filter(lambda payload: payload != wire.frame(wire.Shutdown())[4:]))
+            st.one_of(
+                malformed, rubbish.filter(lambda payload: payload != wire.frame(messages.Shutdown())[4:])
+            )
         )
         def check_malformed(payload: bytes) -> None:
             seen.append(payload)
@@ -278,11 +282,11 @@ def test_a_star_accepts_an_operation_only_if_it_makes_sense(count: int) -> None:
     ) -> None:
         payload = wire.frame(wire.Operation(name, elements, kind, bounds, slots, shares))[4:]
         try:
-            operation = _checked_operation(payload, 2)
+            operation = checked_operation(payload, 2)
         except ProtocolError:
             return
         if operation.name in ("all-reduce", "reduce-scatter"):
             assert operation.bounds[-1] == operation.count
-            assert plan_ranges(operation.slots, operation.shares).world_size == 2
+            assert order_of_ranges(operation.slots, operation.shares).world_size == 2
 
     check()

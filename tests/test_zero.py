@@ -18,7 +18,7 @@ from andon.model.llama import Llama
 from andon.optim.shard_map import Policy
 from andon.optim.sharding import Ownership, Zero
 from andon.run.plan import make_plan
-from andon.transport.base import Group, PeerLost
+from andon.transport.base import TRANSPORTS, Group, PeerLost
 from andon.transport.local import LocalGroup
 from tests.group_harness import World, worlds
 from tests.training import digest, make_trainer, small_config, small_tokens
@@ -53,7 +53,7 @@ def answer(tokens: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("transport", "size"), [w for w in worlds(1, 2, 3, 4, processes_only=True) if w[0] != "ring"]
+    ("transport", "size"), [w for w in worlds(1, 2, 3, 4, processes_only=True) if TRANSPORTS[w[0]].one_order]
 )
 def test_every_policy_gives_the_answer(tokens: Path, answer: str, transport: str, size: int) -> None:
     with World(transport, size) as world:
@@ -141,7 +141,9 @@ def sent_in_a_step(group: Group, tokens: Path, policies: list[str]) -> dict[str,
 
 
 @pytest.mark.parametrize(("transport", "size"), [*worlds(2, 4, processes_only=True), ("star", 3)])
-def test_zero_sends_no_more_than_an_all_reduce(tokens: Path, transport: str, size: int) -> None:
+def test_a_step_sends_what_is_planned_and_zero_no_more_than_an_all_reduce(
+    tokens: Path, transport: str, size: int
+) -> None:
     with World(transport, size) as world:
         by_rank = world.run(sent_in_a_step, tokens, ["off", *POLICIES])
     total = {policy: sum(sent[policy] for sent in by_rank) for policy in by_rank[0]}
@@ -149,6 +151,8 @@ def test_zero_sends_no_more_than_an_all_reduce(tokens: Path, transport: str, siz
     for policy in ("off", "even"):
         config = load(None, {**keys, "zero.policy": policy})
         assert total[policy] == pytest.approx(size * make_plan(config).sent, rel=0.02)
+    if not TRANSPORTS[transport].zero_pays:
+        return
     for policy in POLICIES:
         assert total[policy] <= 1.02 * total["off"], (policy, total)
     if size in (2, 4):  # the ranks have as many slots each: none sends more than another

@@ -26,7 +26,7 @@ from andon.checkpoint.format import CHUNK_BYTES, as_bytes
 from andon.checkpoint.progress import Progress
 from andon.model.shape import SHAPES
 from andon.optim.sharding import Zero
-from andon.transport import open_group
+from andon.transport.base import fastest_here, open_group
 from andon.transport.torch_dist import StoreRendezvous
 
 PLAIN_STEPS = 3
@@ -39,7 +39,7 @@ class Bench:
     def __init__(self, task: dict[str, Any]) -> None:
         store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
         rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=120.0)
-        self.group = open_group("shm" if task["ranks"] > 1 else "local", rendezvous)
+        self.group = open_group(fastest_here(task["ranks"]), rendezvous)
         self.is_rank_0, self.folder = self.group.rank == 0, Path(task["folder"])
         shape = SHAPES[task["preset"]]
         optimizer = make_optimizer(initialised(shape), self.group, Zero("off"))

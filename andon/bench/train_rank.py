@@ -1,8 +1,7 @@
 """One rank of the training benchmark: `python -m andon.bench.train_rank '{...}'` prints its timings.
 
-Each rank holds the same model three times: under Andon's step with all checks, under the same step with the
-checks off, and under PyTorch's DistributedDataParallel over Gloo with fused AdamW. They take turns, a step
-each, so that what disturbs the machine disturbs all of them alike.
+Each rank holds the same model several times: under Andon's step and under what PyTorch has of it. They take
+turns, a step each, so that what disturbs the machine disturbs all of them alike.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from andon.checkpoint.checkpointer import Checkpointer
@@ -26,12 +26,13 @@ from andon.engine.trainer import IntArray, StepSettings, Trainer
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
 from andon.optim.sharding import Zero
-from andon.transport import open_group
-from andon.transport.base import Group
+from andon.transport.base import Group, open_group
 from andon.transport.torch_dist import StoreRendezvous
 
 LR = 1e-4
 ENDLESS = 1 << 60
+WARM_UP = 2
+TORCH_ZERO = ("torch", "torch_bucket_view")
 
 
 class RandomBatches:
@@ -72,50 +73,72 @@ def make_trainer(
     return Trainer(optimizer, batches, settings, progress, checkpointer)
 
 
-class DdpStep:
-    """What one would write with PyTorch's own DistributedDataParallel."""
+def ddp_step(shape: Shape, batches: RandomBatches) -> Callable[[], None]:
+    """A step as one would write it with PyTorch's DistributedDataParallel and fused AdamW."""
+    model = initialised(shape)
+    matrices = [value for value in model.parameters() if value.dim() > 1]
+    vectors = [value for value in model.parameters() if value.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    x, y = (torch.from_numpy(each) for each in batches(1, 0))
 
-    def __init__(self, model: Llama) -> None:
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        matrices = [value for value in model.parameters() if value.dim() > 1]
-        vectors = [value for value in model.parameters() if value.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), fused=True)
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        (parallel(x, y) / y.numel()).backward()
+        optimizer.step()
 
-    def __call__(self, x: Tensor, y: Tensor) -> None:
-        """Do one step."""
-        self.optimizer.zero_grad(set_to_none=True)
-        (self.model(x, y) / y.numel()).backward()
-        self.optimizer.step()
+    return step
 
 
-def measure(task: dict[str, Any], tokens: int, groups: dict[str, Group], gloo: Group) -> dict[str, Any]:
-    """Seconds of each one's steps, and the phases of Andon's."""
+def torch_zero_update(shape: Shape, bucket_view: bool) -> Callable[[], Any]:
+    """PyTorch's own ZeRO-1 on any gradients: AdamW on this rank's parameters, then a broadcast of
+    everyone's."""
+    model = initialised(shape)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter).normal_(0.0, 1e-3, generator=generator)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        parameters_as_bucket_view=bucket_view,
+        lr=LR,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=True,
+    )
+    return optimizer.step
+
+
+def measure(task: dict[str, Any], tokens: int, groups: Sequence[Group], gloo: Group) -> dict[str, Any]:
+    """Seconds of each one's steps by name, and the phases of the first of Andon's."""
     shape = SHAPES[task["preset"]]
     batches = RandomBatches(shape, tokens, seed=task["rank"])
-    x, y = (torch.from_numpy(each) for each in batches(1, 0))
-    ddp = DdpStep(initialised(shape))
-    trainers = {}
-    for name, group in groups.items():
-        optimizer = make_optimizer(initialised(shape), group, Zero("even"))
-        optimizer.model.exchange.checks = name == "andon"
-        trainers[name] = make_trainer(optimizer, batches)
-    seconds: dict[str, list[float]] = {name: [] for name in ("ddp", *trainers)}
+    policies = (Zero("even"), Zero("off")) if task["zero"] else (Zero("even"), Zero("even"))
+    optimizers = [
+        make_optimizer(initialised(shape), group, zero) for group, zero in zip(groups, policies, strict=True)
+    ]
+    trainers = [make_trainer(optimizer, batches) for optimizer in optimizers]
+    works: dict[str, Callable[[], Any]] = {}
+    if task["zero"]:
+        works = {name: torch_zero_update(shape, name == "torch_bucket_view") for name in TORCH_ZERO}
+    else:
+        works["ddp"] = ddp_step(shape, batches)
+        optimizers[1].model.exchange.checks = False
+    works |= {"andon": trainers[0].train_step, "other": trainers[1].train_step}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     phases: list[dict[str, float]] = []
-    for _ in range(task["repetitions"] + 2):
-        for name in seconds:
+    for _ in range(task["repetitions"] + WARM_UP):
+        for name, work in works.items():
             gloo.barrier()
             started = time.perf_counter()
-            if name == "ddp":
-                ddp(x, y)
-            else:
-                trainers[name].train_step()
+            work()
             seconds[name].append(time.perf_counter() - started)
-        model = trainers["andon"].model
+        model = trainers[0].model
         phases.append({**model.phases.milliseconds, "all_exchange": 1e3 * model.exchange.seconds})
-    for trainer in trainers.values():
+    for trainer in trainers:
         trainer.close()
-    return {"seconds": {name: values[2:] for name, values in seconds.items()}, "phases": phases[2:]}
+    return {"seconds": {name: each[WARM_UP:] for name, each in seconds.items()}, "phases": phases[WARM_UP:]}
 
 
 def main(task: dict[str, Any]) -> None:
@@ -127,9 +150,9 @@ def main(task: dict[str, Any]) -> None:
     gloo = open_group("torch", rendezvous)
     results = {}
     for tokens in task["tokens"]:
-        groups = {name: open_group(task["transport"], rendezvous) for name in ("andon", "unchecked")}
+        groups = [open_group(task["transport"], rendezvous) for _ in range(2)]
         results[str(tokens)] = measure(task, tokens, groups, gloo)
-        for group in groups.values():
+        for group in groups:
             group.close()
     gloo.barrier()
     gloo.close()

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from andon.bench.bounds import Bounds, measure_bounds
 from andon.bench.ranks import run_ranks
 from andon.errors import UserError
+from andon.transport.base import TRANSPORTS
 
 MB = 1 << 20
 SIZES = (64 << 10, 1 * MB, 16 * MB, 64 * MB, 256 * MB)
@@ -109,7 +110,9 @@ def _run_ranks(
     transports: list[str], ranks: int, sizes: list[int], repetitions: int
 ) -> dict[int, dict[str, list[tuple[float, float]]]]:
     """Per size and transport: seconds of the slowest rank and processor seconds of all, per repetition."""
-    servers = {name: _serve_star(ranks) for name in transports if name.startswith("star")}
+    servers = {
+        name: _serve_star(ranks) for name in transports if TRANSPORTS[name.partition(":")[0]].needs_server
+    }
     task = {"transports": transports, "sizes": sizes, "repetitions": repetitions, "servers": servers}
     by_rank = run_ranks("andon.bench.transport_rank", ranks, task)
     return {

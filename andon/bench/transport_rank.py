@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from andon.transport import open_group
-from andon.transport.base import Group, Wire
-from andon.transport.torch_dist import StoreRendezvous, TorchGroup
+from andon.transport.base import Group, Settings, Wire, open_group
+from andon.transport.torch_dist import StoreRendezvous
 
 Turn = Callable[[], None]
 BATCH_BYTES = 32 << 20
@@ -32,11 +31,8 @@ def open_all(names: list[str], rendezvous: StoreRendezvous, servers: dict[str, i
     for name in names:
         transport, _, suffix = name.partition(":")
         wire: Wire = "bf16" if suffix == "bf16" else "f32"
-        if transport == "torch":
-            groups[name] = TorchGroup(wire=wire)
-        else:
-            address = ("127.0.0.1", servers.get(name, 0))
-            groups[name] = open_group(transport, rendezvous, wire=wire, address=address)
+        settings = Settings(wire=wire, server=("127.0.0.1", servers.get(name, 0)))
+        groups[name] = open_group(transport, rendezvous, settings)
     return groups
 
 

@@ -5,8 +5,8 @@ One frame per message (tag 0x10, then a JSON object with its `kind`). The dialog
   coordinator  plan     "this is the whole configuration, and the digest of the data"
   worker       ready    "I have data with this digest"
   coordinator  welcome  "you are this rank of so many"   (or refused, with the reason, at any point before)
-  worker       word     "on this topic I say …"        (addresses, when a group is formed)
-  coordinator  words    "everyone has spoken: …"
+  worker       value    "my value for this topic of the rendezvous is …"  (addresses, when a group is formed)
+  coordinator  values   "these are everyone's values, by rank"
   worker       event    "this happened" (see andon.run.events)
   worker       failed   "I must stop, and this is why"
   coordinator  stop     "save and leave after this step"
@@ -20,7 +20,7 @@ import threading
 from typing import Any, Final
 
 from andon.transport.base import ProtocolError
-from andon.transport.tcp.link import Link
+from andon.transport.tcp.connect import Link
 
 TAG: Final = 0x10
 LIMIT: Final = 16_000_000
@@ -46,13 +46,11 @@ class ControlLink:
         """Receive one message."""
         frame = self.link.receive_frame(LIMIT, "receiving a message")
         if frame[0] != TAG:
-            raise ProtocolError(
-                f"rank {self.link.peer} sent tag 0x{frame[0]:02x} where 0x{TAG:02x} is spoken"
-            )
+            raise ProtocolError(f"rank {self.link.peer} sent tag 0x{frame[0]:02x}, not 0x{TAG:02x}")
         try:
             message = json.loads(frame[1:])
         except ValueError as error:
-            raise ProtocolError(f"rank {self.link.peer} sent a message that is no JSON: {error}") from None
+            raise ProtocolError(f"rank {self.link.peer} sent a message that is not JSON: {error}") from None
         if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
             raise ProtocolError(f"rank {self.link.peer} sent a message without a kind")
         return message

@@ -18,7 +18,7 @@ from andon.cluster.control import COORDINATOR, ControlLink, Message
 from andon.errors import UserError
 from andon.run.events import Emit, Event, cannot_write, event
 from andon.transport.base import GroupError, ProtocolError
-from andon.transport.tcp.link import Link
+from andon.transport.tcp.connect import Link
 
 BLINK = 0.5  # seconds between looks at what else has happened
 HANDSHAKE_SECONDS = 10.0
@@ -40,7 +40,7 @@ class Coordinator:
         self.codes: dict[int, int] = {}
         """The exit code of every worker that has left or was lost."""
         self._lost: list[int] = []
-        self._words: dict[str, dict[int, str]] = defaultdict(dict)
+        self._values: dict[str, dict[int, str]] = defaultdict(dict)
         self._links: dict[int, ControlLink] = {}
         self._stopping = self._begun = False
         self._lock = threading.RLock()
@@ -168,8 +168,8 @@ class Coordinator:
         match message["kind"]:
             case "event":
                 self._record(message["event"])
-            case "word":
-                self._hear(rank, message["topic"], message["word"])
+            case "value":
+                self._collect_value(rank, message["topic"], message["value"])
             case "failed":
                 with self._lock:
                     self.failures.append(UserError(message["what"], message["cause"], message["remedy"]))
@@ -189,11 +189,12 @@ class Coordinator:
                 if not self._stopping:
                     self.stop()
 
-    def _hear(self, rank: int, topic: str, word: str) -> None:
+    def _collect_value(self, rank: int, topic: str, value: str) -> None:
         with self._lock:
-            words = self._words[topic]
-            words[rank] = word
-            if len(words) == self.world_size:
-                del self._words[topic]
+            values = self._values[topic]
+            values[rank] = value
+            if len(values) == self.world_size:
+                del self._values[topic]
                 self._begun = True
-                self._tell_all("words", topic=topic, words=[words[each] for each in range(self.world_size)])
+                by_rank = [values[each] for each in range(self.world_size)]
+                self._tell_all("values", topic=topic, values=by_rank)

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import queue
-import secrets
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from andon.cluster.coordinator import BLINK, Coordinator
+from andon.cluster.star_process import star_process
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
 from andon.config.load import load
 from andon.config.schema import Config
@@ -30,6 +30,7 @@ from andon.run.display import Display, show_error, show_plan
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
 from andon.run.prepare import prepare_tokens
+from andon.transport.base import TRANSPORTS
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed
 
@@ -104,7 +105,10 @@ def _run(
     with contextlib.ExitStack() as stack:
         stack.callback(display.close)
         recorder = stack.enter_context(contextlib.closing(Recorder(folder.folder, display, hold=folder.hold)))
-        server = stack.enter_context(gradient_server(config, bind[0] if bind else "127.0.0.1"))
+        server = None
+        if TRANSPORTS[config.group.transport].needs_server:
+            host = bind[0] if bind else "127.0.0.1"
+            server = stack.enter_context(star_process(host, config.workers, config.group.timeout))
         plan = {
             "config": config.model_dump(mode="json"),
             "data": tokens.digest,
@@ -142,43 +146,6 @@ def _run(
             f"Look at {log.parent}",
         )
     return code
-
-
-@contextlib.contextmanager
-def gradient_server(config: Config, host: str) -> Iterator[tuple[str, int, str] | None]:
-    """For `star`: the process that sums the gradients, for as long as the run lasts; host, port, token."""
-    if config.group.transport != "star":
-        yield None
-        return
-    command = [
-        sys.executable,
-        "-m",
-        "andon.cluster.star_process",
-        host,
-        str(config.workers),
-        str(config.group.timeout),
-        config.group.wire,
-    ]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdin is not None and process.stdout is not None
-    token = secrets.token_hex(16)
-    try:
-        print(token, file=process.stdin, flush=True)
-        words = process.stdout.readline().split()
-        if len(words) != 2:
-            raise UserError(
-                "The gradient server did not start",
-                f"It ended with {process.wait()}",
-                "Try --group.transport ring",
-            )
-        yield words[0], int(words[1]), token
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
 
 
 class Workers:

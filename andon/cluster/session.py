@@ -15,8 +15,7 @@ from andon.errors import UserError
 from andon.run.build import build_trainer
 from andon.run.events import Emit, event
 from andon.run.loop import Run, no_event
-from andon.transport import open_group
-from andon.transport.base import Group, Rendezvous
+from andon.transport.base import Group, Rendezvous, Settings, open_group
 
 
 def train(
@@ -43,19 +42,11 @@ def open_configured(
 ) -> Group:
     """The group that the configuration asks for; torch is made to give the same bits every time first.
 
-    `host` is where this rank can be reached, `server` host, port and token of the gradient server (star)."""
+    `host` is where this rank can be reached, `server` host, port and token of a star's server."""
     make_torch_deterministic(config.threads)
     address, token = ((str(server[0]), int(server[1])), str(server[2])) if server else (None, "")
-    settings = config.group
-    return open_group(
-        settings.transport,
-        rendezvous,
-        timeout=settings.timeout,
-        wire=settings.wire,
-        host=host,
-        address=address,
-        token=token,
-    )
+    settings = Settings(config.group.timeout, config.group.wire, host, address, token)
+    return open_group(config.group.transport, rendezvous, settings)
 
 
 def make_torch_deterministic(threads: int) -> None:

@@ -1,27 +1,57 @@
-"""The gradient server of a `star` run, in a process of its own.
+"""The server of a star in a process of its own: `star_process` starts it, `main` runs in it.
 
-Its standard input begins with the token that workers must know, and when it ends, so does the server.
+The first line of its standard input is the token that workers must show; it prints its address; and it ends
+when its standard input ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import signal
+import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
-from andon.transport.base import Wire
-from andon.transport.tcp.encoding import form_for
-from andon.transport.tcp.star_server import StarServer
+from andon.errors import UserError
 
 
-def main(host: str, world_size: int, timeout: float, wire: Wire) -> None:
-    """Say where I listen, then serve until the workers are gone."""
+@contextlib.contextmanager
+def star_process(host: str, world_size: int, timeout: float) -> Iterator[tuple[str, int, str]]:
+    """Run the server for as long as the context lasts; its host, port and token."""
+    command = [sys.executable, "-m", "andon.cluster.star_process", host, str(world_size), str(timeout)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    token = secrets.token_hex(16)
+    try:
+        print(token, file=process.stdin, flush=True)
+        address = process.stdout.readline().split()
+        if len(address) != 2:
+            raise UserError(
+                "The server of the star did not start",
+                f"Its process ended with {process.wait()}",
+                "Try --group.transport ring",
+            )
+        yield address[0], int(address[1]), token
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def main(host: str, world_size: int, timeout: float) -> None:
+    """Print the address, then serve until the workers have left."""
+    from andon.transport.tcp.star_server import StarServer
+
     # A batch system signals every process; the workers need this one until they have saved.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     server = StarServer((host, 0), world_size, timeout, token=sys.stdin.readline().strip())
-    form_for(wire)  # so that nobody waits for the compiler later
     print(*server.address, flush=True)
     threading.Thread(target=_end_with_input, daemon=True).start()
     server.serve()
@@ -33,4 +63,4 @@ def _end_with_input() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), "bf16" if sys.argv[4] == "bf16" else "f32")
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

@@ -28,7 +28,7 @@ from andon.run.events import Emit, Event, Recorder, event
 from andon.run.loop import while_others_wait
 from andon.run.prepare import prepare_tokens
 from andon.transport.base import Group
-from andon.transport.torch_dist import StoreRendezvous, TorchGroup
+from andon.transport.torch_dist import StoreRendezvous
 
 
 def run(config: Config, resume: str, console: Console) -> int:
@@ -46,6 +46,8 @@ def run(config: Config, resume: str, console: Console) -> int:
         signal.signal(number, on_signal)
     tokens = prepare_tokens(config, console if rank == 0 else Console(quiet=True))
     with contextlib.ExitStack() as stack:
+        dist.init_process_group("nccl" if _choose_cuda(config) else "gloo")
+        stack.callback(dist.destroy_process_group)
         group = _open(config)
         stack.callback(group.close)
         found, recorder = None, None
@@ -78,15 +80,17 @@ def run(config: Config, resume: str, console: Console) -> int:
     return 0
 
 
-def _open(config: Config) -> Group:
+def _choose_cuda(config: Config) -> bool:
+    """Whether this rank computes on a GPU, which is then chosen."""
     on_cuda = config.device != "cpu" and torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(
             int(os.environ.get("LOCAL_RANK", os.environ["RANK"])) % torch.cuda.device_count()
         )
-    dist.init_process_group("nccl" if on_cuda else "gloo")
-    if config.group.transport == "torch":
-        return TorchGroup(None, config.group.timeout, config.group.wire, owned=True)
+    return on_cuda
+
+
+def _open(config: Config) -> Group:
     store = dist.distributed_c10d._get_default_store()
     rendezvous = StoreRendezvous(store, dist.get_rank(), dist.get_world_size(), config.group.timeout)
     return open_configured(config, rendezvous)

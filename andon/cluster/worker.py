@@ -25,7 +25,7 @@ from andon.errors import UserError
 from andon.run.events import Event
 from andon.run.folder import read_mark
 from andon.transport.base import GroupError, GroupTimeout
-from andon.transport.tcp.link import Link
+from andon.transport.tcp.connect import Link
 
 EXIT_USER_ERROR = 1
 EXIT_HALTED = 3
@@ -45,7 +45,7 @@ class Membership:
         """Where the other workers reach this one: the address that reaches the coordinator."""
         self.stop = threading.Event()
         self._leaving = False
-        self._words: queue.SimpleQueue[tuple[str, list[str]]] = queue.SimpleQueue()
+        self._values: queue.SimpleQueue[tuple[str, list[str]]] = queue.SimpleQueue()
         control.link.socket.settimeout(None)
         threading.Thread(target=self._listen, name="andon-control", daemon=True).start()
 
@@ -53,8 +53,8 @@ class Membership:
         try:
             while True:
                 message = self.control.receive()
-                if message["kind"] == "words":
-                    self._words.put((message["topic"], message["words"]))
+                if message["kind"] == "values":
+                    self._values.put((message["topic"], message["values"]))
                 elif message["kind"] == "stop":
                     self.stop.set()
         except GroupError as error:
@@ -72,15 +72,15 @@ class Membership:
         self.stop.set()
 
     def exchange(self, topic: str, mine: str) -> list[str]:
-        """Tell the coordinator my word on a topic and hear everyone's."""
+        """Send the coordinator my value for a topic and get everyone's, by rank."""
         started = time.monotonic()
-        self.control.send("word", topic=topic, word=mine)
+        self.control.send("value", topic=topic, value=mine)
         try:
-            heard, words = self._words.get(timeout=self.timeout)
+            heard, values = self._values.get(timeout=self.timeout)
         except queue.Empty:
             raise GroupTimeout(COORDINATOR, f"waiting for '{topic}'", time.monotonic() - started) from None
         assert heard == topic, (heard, topic)
-        return words
+        return values
 
     def leave(self, code: int) -> None:
         """Say goodbye: from here on the coordinator may go."""
@@ -143,7 +143,7 @@ def _work(config: Config, tokens: TokenSet, plan: dict[str, Any], membership: Me
 
 
 def _reachable(server: list[Any] | None, membership: Membership) -> list[Any] | None:
-    """The gradient server's address; one that listens everywhere is where the coordinator is."""
+    """The address of the star's server; one that listens everywhere is where the coordinator is."""
     if server and server[0] in ("0.0.0.0", "::"):
         return [membership.control.link.socket.getpeername()[0], *server[1:]]
     return server

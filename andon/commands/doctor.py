@@ -19,7 +19,6 @@ from andon.run.plan import human_bytes
 PACKAGES = (
     "torch",
     "numpy",
-    "numba",
     "safetensors",
     "blake3",
     "tokenizers",

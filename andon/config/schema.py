@@ -7,10 +7,9 @@ Each section is handed to the component it configures and to no other. The globa
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -18,9 +17,13 @@ from pydantic import model_validator as validator
 
 from andon.integrity.faults import parse as parse_fault
 from andon.model.shape import SHAPES, Shape
+from andon.transport.base import TRANSPORTS, fastest_here
 
 Preset = Literal["tiny", "30m", "124m", "350m", "1b"]
-Transport = Literal["auto", "local", "shm", "star", "ring", "torch"]
+if TYPE_CHECKING:
+    TransportName = str
+else:
+    TransportName = Literal["auto", *TRANSPORTS]
 
 
 class Section(BaseModel):
@@ -132,7 +135,7 @@ class EvalConfig(Section):
 
 
 class GroupConfig(Section):
-    transport: Transport = "auto"
+    transport: TransportName = "auto"
     """How gradients travel; `auto` takes the fastest that fits."""
     wire: Literal["f32", "bf16"] = "f32"
     """How they are rounded on the way."""
@@ -142,16 +145,17 @@ class GroupConfig(Section):
 
 class ZeroConfig(Section):
     policy: Literal["auto", "off", "even", "round_robin", "contiguous"] = "auto"
-    """Share out the optimizer state: a slice of every unit to each rank, or whole units. `auto` is `even`,
-    but `off` over a star, where it would cost more traffic than it saves time."""
+    """Share out the optimizer state: a slice of every unit to each rank, or whole units. `auto` is `even`
+    where it pays, and `off` over a star, whose ranks would send more."""
     replicas: Literal[1, 2] = 1
     """On how many ranks each part of the state is kept."""
 
-    def settled(self, transport: str) -> Literal["off", "even", "round_robin", "contiguous"]:
+    def resolve(self, transport: str) -> Literal["off", "even", "round_robin", "contiguous"]:
         """The policy over a transport."""
         if self.policy != "auto":
             return self.policy
-        return "off" if transport in ("local", "star") else "even"
+        known = TRANSPORTS.get(transport)
+        return "off" if known and not known.zero_pays else "even"
 
 
 class CheckpointConfig(Section):
@@ -224,17 +228,15 @@ class Config(Section):
         return self.train.slots * self.train.micro_batch * self.train.context
 
     def with_transport(self, auto: str) -> Config:
-        """The configuration with every `auto` settled but that of the device."""
+        """The configuration with every `auto` resolved but that of the device."""
         transport = auto if self.group.transport == "auto" else self.group.transport
         group = self.group.model_copy(update={"transport": transport})
-        zero = self.zero.model_copy(update={"policy": self.zero.settled(transport)})
+        zero = self.zero.model_copy(update={"policy": self.zero.resolve(transport)})
         return self.model_copy(update={"group": group, "zero": zero})
 
     def on_this_machine(self) -> Config:
-        """The configuration with `auto` settled for workers that all run here."""
-        return self.with_transport(
-            "local" if self.workers == 1 else "shm" if sys.platform == "linux" else "torch"
-        )
+        """The configuration with `auto` resolved for workers that all run here."""
+        return self.with_transport(fastest_here(self.workers))
 
     @property
     def answer(self) -> str:

@@ -70,9 +70,9 @@ def compile_plot(sentences: story_words.Sentences) -> Plot:
     return Plot(tuple(slot for slot in CAST if slot in slots | leaders), compiled)
 
 
-PLOTS = tuple(
-    compile_plot(story_words.OPENING + middle + story_words.CLOSING) for middle in story_words.PLOTS.values()
-)
+SENTENCES = story_words.read_sentences()
+OPENING, CLOSING = SENTENCES.pop("opening"), SENTENCES.pop("closing")
+PLOTS = tuple(compile_plot(OPENING + middle + CLOSING) for middle in SENTENCES.values())
 
 # What follows from each value of the cast.
 FOLLOWING = {

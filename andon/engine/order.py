@@ -5,8 +5,7 @@ sum[lo, hi) = sum[lo, mid) + sum[mid, hi), where mid = lo + the largest power of
 is a pair (lo, hi) of that tree. Each rank works on a contiguous range of slots and folds it into the largest
 complete nodes inside the range, keeping them on a *stack* of buffers: the position on the stack is the row
 of the buffer. A *leaf* is one such node as contributed by its rank; whoever reduces adds the leaves in the
-order of `Order.adds`, and gets bitwise what one worker would have got, for every number of ranks. A rank
-can also keep its rows, be given what the others' come to without them, and add the rest itself (`apart`).
+order of `Order.adds`, and gets bitwise what one worker would have got, for every number of ranks.
 """
 
 from __future__ import annotations
@@ -104,11 +103,11 @@ def make_order(slots: int, world_size: int) -> Order:
     """The order of a step with `slots` slots on `world_size` ranks, each with a contiguous share of them."""
     if not 1 <= world_size <= slots:
         raise ValueError(f"{world_size} workers cannot share {slots} slots: each needs at least one")
-    return plan_ranges(slots, tuple(shares(slots, world_size)))
+    return order_of_ranges(slots, tuple(shares(slots, world_size)))
 
 
 @lru_cache(maxsize=1024)
-def plan_ranges(slots: int, bounds: tuple[int, ...]) -> Order:
+def order_of_ranges(slots: int, bounds: tuple[int, ...]) -> Order:
     """The order of a step in which rank r works on slots [bounds[r], bounds[r + 1])."""
     nodes = tuple(tuple(cover(lo, hi, slots)) for lo, hi in pairwise(bounds))
     leaf_of = {node: leaf for leaf, node in enumerate(node for own in nodes for node in own)}
@@ -124,47 +123,6 @@ def plan_ranges(slots: int, bounds: tuple[int, ...]) -> Order:
 
     add(0, slots)
     return Order(slots, bounds, nodes, tuple(adds))
-
-
-@dataclass(frozen=True)
-class Apart:
-    """The additions of an order, with the rows of one rank kept apart."""
-
-    others: tuple[tuple[int, int], ...]
-    """The additions that need none of its rows; done first, by anyone else."""
-    given: tuple[int, ...]
-    """The leaves whose sums it then needs, in the order in which it needs them."""
-    own: tuple[tuple[int, int | None], ...]
-    """What it adds into which of its rows: another of its rows, or the next sum that it is given (None)."""
-
-    @property
-    def sums(self) -> set[int]:
-        """The leaves that the others have added something to."""
-        return {into for into, _ in self.others}
-
-
-@lru_cache(maxsize=1024)
-def apart(order: Order, rank: int) -> Apart:
-    """The additions with the rows of a rank kept apart. A rank without rows is given the whole sum, for a row
-    that it does not count."""
-    row_of = {leaf: row for leaf, (owner, row) in enumerate(order.leaves) if owner == rank}
-    if not row_of:
-        return Apart(order.adds, (0,), ((0, None),))
-    others, given = [], []
-    own: list[tuple[int, int | None]] = []
-    for into, other in order.adds:
-        left, right = row_of.get(into), row_of.get(other)
-        if left is None and right is None:
-            others.append((into, other))
-        elif left is None:
-            assert right is not None
-            given.append(into)
-            own.append((right, None))
-            row_of[into] = right
-        else:
-            given += [other] if right is None else []
-            own.append((left, right))
-    return Apart(tuple(others), tuple(given), tuple(own))
 
 
 def _folds(lo: int, hi: int, slots: int) -> list[Fold]:

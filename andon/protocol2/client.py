@@ -7,13 +7,9 @@ import time
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from andon.protocol2.heartbeat import Heart
-from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
-from andon.transport.tcp.frames import (
-    MAX_FRAME,
+from andon.protocol2.heartbeat import HeartbeatThread
+from andon.protocol2.messages import (
+    VERSION_2,
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
@@ -22,17 +18,15 @@ from andon.transport.tcp.frames import (
     Heartbeat,
     JoinAccepted,
     JoinRequest,
-    Message,
     NonBlockGradientPayload,
     ShardAssignment,
     Shutdown,
-    decode,
-    encode,
 )
-from andon.transport.tcp.link import Link
+from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
+from andon.transport.tcp.connect import Link
+from andon.transport.tcp.frames import MAX_FRAME, Floats, Message, decode, encode
 
 M = TypeVar("M", bound=Message)
-Vector = npt.NDArray[np.float32]
 SERVER = -1
 
 
@@ -50,7 +44,7 @@ class WorkerClient:
         self._node_id = join.node_id
         self._sending = threading.Lock()
         self._link = Link.connect(*address, SERVER, dead_after)
-        self._heart = Heart(0, self._beat)
+        self._heartbeat = HeartbeatThread(0, self._beat)
         try:
             self._send(join, "joining")
             accepted = self._receive(JoinAccepted, "joining")
@@ -58,7 +52,7 @@ class WorkerClient:
             self._link.close()
             raise
         self.worker_id, self.total_workers = accepted.worker_id, accepted.total_workers
-        self._heart = Heart(heartbeat, self._beat)
+        self._heartbeat = HeartbeatThread(heartbeat, self._beat)
 
     def receive_assignment(self) -> ShardAssignment | None:
         """The samples of the next step, or None when the server has ended the session."""
@@ -67,7 +61,7 @@ class WorkerClient:
         except ServerShutdown:
             return None
 
-    def send_gradients(self, step: int, gradients: Vector, loss: float, correct: int, total: int) -> None:
+    def send_gradients(self, step: int, gradients: Floats, loss: float, correct: int, total: int) -> None:
         """Send a whole gradient with the loss and accuracy on this worker's samples."""
         message = GradientPayload(step, self.worker_id, gradients, loss, correct, total)
         self._send(message, f"sending the gradient of step {step}")
@@ -77,7 +71,7 @@ class WorkerClient:
         return self._receive(AveragedGradient, f"waiting for the mean of step {step}", step=step)
 
     def send_block(
-        self, step: int, block: int, num_blocks: int, component_sizes: tuple[int, ...], gradients: Vector
+        self, step: int, block: int, num_blocks: int, component_sizes: tuple[int, ...], gradients: Floats
     ) -> None:
         """Send the gradient of one block, its components end to end."""
         message = BlockGradientPayload(step, self.worker_id, block, num_blocks, component_sizes, gradients)
@@ -91,7 +85,7 @@ class WorkerClient:
             raise ProtocolError(f"the server sent sizes that do not add up in {operation}")
         return averaged
 
-    def send_non_block(self, step: int, component: int, gradients: Vector) -> None:
+    def send_non_block(self, step: int, component: int, gradients: Floats) -> None:
         """Send the gradient of the LM head (0), the final norm (1) or the embedding (2)."""
         message = NonBlockGradientPayload(step, self.worker_id, component, gradients)
         self._send(message, f"sending component {component} of step {step}")
@@ -104,7 +98,7 @@ class WorkerClient:
     def close(self) -> None:
         """Leave; safe to call twice."""
         self._link.close()
-        self._heart.close()
+        self._heartbeat.close()
 
     def __enter__(self) -> WorkerClient:
         return self
@@ -118,14 +112,14 @@ class WorkerClient:
                 self._link.send(part, operation)
 
     def _beat(self) -> None:
-        with suppress(PeerLost, GroupTimeout):  # whoever sends or receives next learns it
+        with suppress(PeerLost, GroupTimeout):  # the next send or receive fails too, and reports it
             self._send(Heartbeat(self._node_id, int(time.time() * 1000)), "a heartbeat")
 
     def _receive(self, expected: type[M], operation: str, **fields: Any) -> M:
-        """The next message, which must be of a type and agree in these fields; heartbeats are passed over."""
+        """The next message, which must have this type and these fields; heartbeats are skipped."""
         message: Message = Heartbeat("", 0)
         while isinstance(message, Heartbeat):
-            message = decode(self._link.receive_frame(MAX_FRAME, operation))
+            message = decode(self._link.receive_frame(MAX_FRAME, operation), VERSION_2)
         if isinstance(message, Shutdown):
             raise ServerShutdown(f"the server ended the session while {operation}")
         if not isinstance(message, expected):

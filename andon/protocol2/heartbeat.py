@@ -1,4 +1,4 @@
-"""A heart: something that is done every few seconds in the background, until it is closed."""
+"""A background thread that sends heartbeats."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 
 
-class Heart:
-    """Calls `beat` every `interval` seconds; an interval of 0 is a heart that does not beat."""
+class HeartbeatThread:
+    """Calls `beat` every `interval` seconds until it is closed; with an interval of 0, never."""
 
     def __init__(self, interval: float, beat: Callable[[], None]) -> None:
         self._interval, self._beat = interval, beat
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="andon-heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="andon-heartbeat", daemon=True)
         if interval > 0:
             self._thread.start()
 

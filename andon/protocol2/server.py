@@ -1,50 +1,50 @@
 """The gradient server of wire version 2: workers join, get their shards, send gradients, get the mean.
 
-A collection reads the *heads* of all workers' messages (everything before the floats), then the floats
-themselves in pieces: the same piece of every worker, at the same time, added in the one order and divided.
-So the server holds one vector and a piece per worker. A worker that breaks off, stalls or breaks the protocol
-is dropped; what the others sent is still read to the end, so that they can be served on, and then the
-collection fails and names the one. A gradient that is not finite halts in the same way, but drops nobody.
+To collect a gradient, the server reads the *head* of every worker's message (everything before the floats),
+then the floats in pieces: the same piece of every worker at the same time, added in the one order and
+divided. So it holds one vector and a piece per worker. A worker that disconnects, stalls or breaks the
+protocol is dropped; the server still reads to the end what the others sent, so that it can go on serving
+them, and then raises an error that names the worker. A gradient that is not finite raises in the same way but
+drops nobody.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import selectors
 import socket
 import time
 from collections import Counter
 from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from andon.protocol2.worker_pool import Crew, Worker, read_head
-from andon.transport.base import GroupError, GroupTimeout, ProtocolError, one_node_each
-from andon.transport.tcp import arithmetic as serial
-from andon.transport.tcp.frames import (
+from andon.protocol2.messages import (
+    VERSION_2,
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
     BlockGradientPayload,
-    Floats,
     GradientPayload,
     Head,
     JoinAccepted,
     JoinRequest,
-    Message,
     NonBlockGradientPayload,
     ShardAssignment,
     Shutdown,
     decode_tail,
-    frame,
 )
-from andon.transport.tcp.stream import FlowFailed, Incoming, Listening
+from andon.protocol2.worker_pool import LONGEST_HEAD, Worker, WorkerPool
+from andon.transport.base import GroupError, GroupTimeout, ProtocolError, one_node_each
+from andon.transport.tcp.connect import introductions, listen
+from andon.transport.tcp.frames import Floats, Message, decode, frame
+from andon.transport.tcp.stream import Incoming, nothing, read_frame
 
-PIECE: Final = 1 << 17
+PIECE_ELEMENTS: Final = 1 << 17
 """Floats that are read from each worker at once."""
 
 log = logging.getLogger(__name__)
@@ -94,55 +94,42 @@ class GradientServer:
     def __init__(
         self, bind: tuple[str, int] = ("127.0.0.1", 0), dead_after: float = 30.0, heartbeat: float = 5.0
     ) -> None:
-        family = socket.AF_INET6 if ":" in bind[0] else socket.AF_INET
-        self._listener = socket.create_server(bind, family=family, backlog=128)
-        self._listener.setblocking(False)
+        self._listener = listen(bind, backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._crew = Crew(dead_after, heartbeat)
+        self._pool = WorkerPool(dead_after, heartbeat)
         self._joined = 0
 
     @property
     def workers(self) -> list[Worker]:
-        """Who has joined and is still there."""
-        return list(self._crew.workers)
+        """The workers that have joined and are connected."""
+        return list(self._pool.workers)
 
     @property
     def worker_count(self) -> int:
-        """How many have joined and are still there."""
-        return len(self._crew.workers)
+        """How many workers are connected."""
+        return len(self._pool.workers)
 
     def wait_for_workers(self, count: int, deadline: float) -> None:
-        """Wait until `count` workers are there, `deadline` seconds at most; strangers are turned away."""
-        until = time.monotonic() + deadline
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
+        """Wait until `count` workers have joined, `deadline` seconds at most; other connections are
+        closed."""
+        with closing(introductions(self._listener, _read_join, deadline)) as arrivals:
             while self.worker_count < count:
-                left = until - time.monotonic()
-                if left <= 0:
-                    _turn_away_the_rest(selector)
+                sock, request = next(arrivals, (None, None))
+                if sock is None or request is None:
                     raise GroupTimeout(self._joined, "joining", deadline, f"{count} workers were expected")
-                for key, _ in selector.select(left):
-                    if key.data is None:
-                        sock, _ = self._listener.accept()
-                        sock.setblocking(False)
-                        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                        selector.register(sock, selectors.EVENT_READ, _Knock(sock))
-                    elif key.data.settled():
-                        selector.unregister(key.fileobj)
-                        self._admit(key.data, count)
-            _turn_away_the_rest(selector)
+                self._admit(sock, request, count)
 
     def send_shard_assignments(self, step: int, total_samples: int) -> None:
         """Give each worker its share of the samples; the last one takes the remainder."""
         size = total_samples // max(1, self.worker_count)
-        places = {worker: place for place, worker in enumerate(self._crew.workers)}
+        places = {worker: place for place, worker in enumerate(self._pool.workers)}
 
         def assignment(worker: Worker) -> ShardAssignment:
             place = places[worker]
             end = total_samples if place == len(places) - 1 else (place + 1) * size
             return ShardAssignment(step, place * size, end)
 
-        self._crew.send(assignment, f"sending the shards of step {step}")
+        self._pool.send(assignment, f"sending the shards of step {step}")
 
     def collect_and_reduce(self, step: int) -> Reduced:
         """The mean of everyone's whole gradient, with loss and accuracy over all samples."""
@@ -184,8 +171,8 @@ class GradientServer:
         self._broadcast(Shutdown())
 
     def close(self) -> None:
-        """Part with everyone and stop listening; safe to call twice."""
-        self._crew.close()
+        """Disconnect everyone and stop listening; safe to call twice."""
+        self._pool.close()
         self._listener.close()
 
     def __enter__(self) -> GradientServer:
@@ -194,28 +181,24 @@ class GradientServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _admit(self, knock: _Knock, count: int) -> None:
-        if knock.request is None or self.worker_count == count:
-            knock.sock.close()
-            return
-        node_id, gpu_count, backend = knock.request
-        worker = Worker(self._joined, node_id, gpu_count, backend, knock.sock)
+    def _admit(self, sock: socket.socket, request: JoinRequest, count: int) -> None:
+        worker = Worker(self._joined, request.node_id, request.gpu_count, request.backend, sock)
         try:
-            knock.sock.send(frame(JoinAccepted(worker.worker_id, count)))
+            sock.send(frame(JoinAccepted(worker.worker_id, count)))
         except OSError as error:
             log.warning("worker %d left while it joined: %s", worker.worker_id, error)
-            knock.sock.close()
+            sock.close()
             return
-        self._crew.workers.append(worker)
+        self._pool.workers.append(worker)
         self._joined += 1
 
     def _broadcast(self, message: Message) -> None:
-        self._crew.send(lambda _: message, f"sending {type(message).__name__}")
+        self._pool.send(lambda _: message, f"sending {type(message).__name__}")
 
     def _collect(
         self, expected: type[Message], step: int, where: str, part: int | None = None
     ) -> tuple[Head, Floats, list[tuple[Any, ...]]]:
-        """One gradient from everyone: a head, the mean, and what each said after its floats."""
+        """One gradient from everyone: a head, the mean, and each worker's fields after the floats."""
         operation = f"collecting {where} of step {step}"
 
         def accept(worker: Worker, head: Head) -> None:
@@ -230,95 +213,64 @@ class GradientServer:
             if expected is BlockGradientPayload and sum(head.values[4]) != head.count:
                 raise ProtocolError(f"sizes for {sum(head.values[4]):,} of {head.count:,} floats")
 
-        heads = self._crew.heads(accept, operation)
+        heads = self._pool.heads(accept, operation)
         head = self._agree(heads, operation)
         mean = self._mean(head.count, step, where, operation)
         tails = self._tails(head, step, operation)
-        self._crew.raise_failure()
+        self._pool.raise_failure()
         return head, mean, tails
 
     def _agree(self, heads: dict[Worker, Head], operation: str) -> Head:
-        """The head that most workers sent; whoever sent another shape is dropped."""
+        """The head that most workers sent; a worker that sent another shape is dropped."""
         shapes = {worker: (head.count, head.values[3:]) for worker, head in heads.items()}
         if not shapes:
-            self._crew.raise_failure()
-            raise ProtocolError(f"nobody is there for {operation}")
+            self._pool.raise_failure()
+            raise ProtocolError(f"no worker is connected for {operation}")
         usual, _ = Counter(shapes.values()).most_common(1)[0]
         for worker, shape in shapes.items():
             if shape != usual:
                 text = f"worker {worker.worker_id} sent another shape than the others in {operation}"
-                self._crew.drop(worker.worker_id, ProtocolError(text))
+                self._pool.drop(worker.worker_id, ProtocolError(text))
         return next(heads[worker] for worker, shape in shapes.items() if shape == usual)
 
     def _mean(self, count: int, step: int, where: str, operation: str) -> Floats:
         mean = np.empty(count, np.float32)
-        pieces = {worker: np.empty(min(PIECE, count), np.float32) for worker in self._crew.workers}
-        for lo in range(0, count, PIECE):
-            size = min(PIECE, count - lo)
-            self._fill({worker: pieces[worker][:size] for worker in self._crew.workers}, operation)
-            leaves = [pieces[worker][:size] for worker in self._crew.workers]
-            for worker, leaf in zip(self._crew.workers, leaves, strict=True):
+        pieces = {worker: np.empty(min(PIECE_ELEMENTS, count), np.float32) for worker in self._pool.workers}
+        for lo in range(0, count, PIECE_ELEMENTS):
+            size = min(PIECE_ELEMENTS, count - lo)
+            self._fill({worker: pieces[worker][:size] for worker in self._pool.workers}, operation)
+            leaves = [pieces[worker][:size] for worker in self._pool.workers]
+            for worker, leaf in zip(self._pool.workers, leaves, strict=True):
                 if not np.isfinite(leaf).all():
-                    self._crew.fail(NonFiniteGradient(worker.worker_id, step, where))
+                    self._pool.fail(NonFiniteGradient(worker.worker_id, step, where))
             if leaves:
-                serial.add_up(one_node_each(len(leaves)).adds, leaves)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    for into, other in one_node_each(len(leaves)).adds:
+                        np.add(leaves[into], leaves[other], out=leaves[into])
                 np.divide(leaves[0], np.float32(len(leaves)), out=mean[lo : lo + size])
         return mean
 
     def _tails(self, head: Head, step: int, operation: str) -> list[tuple[Any, ...]]:
         if not head.tail:
             return []
-        tails = {worker: np.empty(head.tail, np.uint8) for worker in self._crew.workers}
+        tails = {worker: np.empty(head.tail, np.uint8) for worker in self._pool.workers}
         self._fill(tails, operation)
-        values = [decode_tail(head.message, tails[worker].data) for worker in self._crew.workers]
-        for worker, (loss, _, _) in zip(self._crew.workers, values, strict=True):
+        values = [decode_tail(head.message, tails[worker].data) for worker in self._pool.workers]
+        for worker, (loss, _, _) in zip(self._pool.workers, values, strict=True):
             if not math.isfinite(loss):
-                self._crew.fail(NonFiniteGradient(worker.worker_id, step, "loss"))
+                self._pool.fail(NonFiniteGradient(worker.worker_id, step, "loss"))
         return values
 
     def _fill(self, buffers: Mapping[Worker, npt.NDArray[Any]], operation: str) -> None:
-        flows = [
-            Incoming(
-                worker.sock,
-                worker.worker_id,
-                [buffer.view(np.uint8).data].__getitem__,
-                _nothing,
-                1,
-            )
+        streams = [
+            Incoming(worker.sock, worker.worker_id, [buffer.view(np.uint8).data].__getitem__, nothing, 1)
             for worker, buffer in buffers.items()
         ]
-        self._crew.run(flows, operation)
+        self._pool.run(streams, operation)
 
 
-class _Knock:
-    """Someone at the door, until it is clear whether they ask to join."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.request: tuple[str, int, str] | None = None
-        self._listening = Listening(sock, -1, self._script())
-
-    def settled(self) -> bool:
-        """Hear what is there; whether that decides it."""
-        try:
-            self._listening.move()
-        except FlowFailed as failed:
-            log.warning("turned away a connection: %s", failed.detail)
-            return True
-        return self._listening.done == self._listening.count
-
-    def _script(self) -> Generator[memoryview, None, None]:
-        head = yield from read_head()
-        if head.message is not JoinRequest:
-            raise ProtocolError(f"{head.message.__name__} where JoinRequest was expected")
-        self.request = head.values
-
-
-def _turn_away_the_rest(selector: selectors.BaseSelector) -> None:
-    for key in selector.get_map().values():
-        if key.data:
-            key.data.sock.close()
-
-
-def _nothing(index: int) -> None:
-    pass
+def _read_join() -> Generator[memoryview, None, JoinRequest]:
+    request = decode((yield from read_frame(LONGEST_HEAD)), VERSION_2)
+    if not isinstance(request, JoinRequest):
+        raise ProtocolError(f"{type(request).__name__} where JoinRequest was expected")
+    return request

@@ -1,7 +1,7 @@
-"""The crew of a gradient server: the workers that have joined, heard and spoken to all at the same time.
+"""The workers of a gradient server, read from and written to all at the same time.
 
-Whoever breaks off, stalls or breaks the protocol is dropped, and the rest goes on; the first such failure is
-kept for the caller to raise when the others have been served.
+A worker that disconnects, stalls or breaks the protocol is dropped, and the others go on; the first such
+failure is kept for the caller to raise when the others have been served.
 """
 
 from __future__ import annotations
@@ -15,13 +15,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
-from andon.protocol2.heartbeat import Heart
+from andon.protocol2.heartbeat import HeartbeatThread
+from andon.protocol2.messages import Head, Heartbeat, decode_head
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
-from andon.transport.tcp.frames import LENGTH, MAX_FRAME, Head, Heartbeat, Message, decode_head, encode, frame
-from andon.transport.tcp.stream import Flow, FlowBroken, FlowFailed, FlowStalled, Listening, Outgoing, run
+from andon.transport.tcp.frames import LENGTH, MAX_FRAME, Buffer, Message, encode, frame, payload_length
+from andon.transport.tcp.stream import (
+    MessageReader,
+    Outgoing,
+    Stream,
+    StreamBroken,
+    StreamFailed,
+    StreamStalled,
+    move_all,
+    nothing,
+)
 
 LONGEST_HEAD: Final = 1 << 20
-PIECE: Final = 1 << 19
+PIECE_BYTES: Final = 1 << 19
 """Bytes that are sent at once."""
 
 log = logging.getLogger(__name__)
@@ -29,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Worker:
-    """A worker that has joined. `beats`: it sends heartbeats, so it understands them."""
+    """A worker that has joined. `beats`: it sends heartbeats, so the server may send it some."""
 
     worker_id: int
     node_id: str
@@ -40,20 +50,21 @@ class Worker:
     sending: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
 
-class Crew:
-    """The workers of a server, the longest silence allowed to them, and the server's own heartbeat."""
+class WorkerPool:
+    """The connected workers of a server, which may be silent for `dead_after` seconds; the server sends them
+    heartbeats."""
 
     def __init__(self, dead_after: float, heartbeat: float) -> None:
         self.workers: list[Worker] = []
         self.dead_after = dead_after
         self._failure: GroupError | None = None
-        self._heart = Heart(heartbeat, self._beat)
+        self._heartbeat = HeartbeatThread(heartbeat, self._beat)
 
     def heads(self, accept: Callable[[Worker, Head], None], operation: str) -> dict[Worker, Head]:
-        """Each worker's next message up to its floats; `accept` raises `ProtocolError` at a wrong one."""
+        """Each worker's next message up to its floats; `accept` raises `ProtocolError` for a wrong one."""
         heads: dict[Worker, Head] = {}
 
-        def script(worker: Worker) -> Generator[memoryview, None, None]:
+        def read(worker: Worker) -> Generator[memoryview, None, None]:
             while True:
                 head = yield from read_head()
                 if head.message is not Heartbeat:
@@ -63,54 +74,54 @@ class Crew:
             heads[worker] = head
 
         self.run(
-            [Listening(worker.sock, worker.worker_id, script(worker)) for worker in self.workers], operation
+            [MessageReader(worker.sock, worker.worker_id, read(worker)) for worker in self.workers], operation
         )
         return heads
 
     def send(self, message: Callable[[Worker], Message], operation: str) -> None:
-        """Send each worker its message; fails, after all have been served, if one could not be."""
+        """Send each worker its message; raises, when all have been served, if one could not be."""
         workers = list(self.workers)
-        flows = []
+        streams = []
         for worker in workers:
             pieces = _cut(encode(message(worker)))
-            flows.append(Outgoing(worker.sock, worker.worker_id, pieces.__getitem__, _nothing, len(pieces)))
+            streams.append(Outgoing(worker.sock, worker.worker_id, pieces.__getitem__, nothing, len(pieces)))
         with ExitStack() as held:
             for worker in workers:
                 held.enter_context(worker.sending)
-            self.run(flows, operation)
+            self.run(streams, operation)
         self.raise_failure()
 
-    def run(self, flows: Sequence[Flow], operation: str) -> None:
-        """Run a flow per worker; whose flow fails is dropped, the others finish."""
-        active, started = list(flows), time.monotonic()
+    def run(self, streams: Sequence[Stream], operation: str) -> None:
+        """Move a stream per worker; a worker whose stream fails is dropped, the others finish."""
+        active, started = list(streams), time.monotonic()
         while active:
             try:
-                return run(active, self.dead_after)
-            except FlowFailed as failed:
-                active.remove(failed.flow)
-                self.drop(failed.flow.peer, _error(failed, operation, time.monotonic() - started))
+                return move_all(active, self.dead_after)
+            except StreamFailed as failed:
+                active.remove(failed.stream)
+                self.drop(failed.stream.peer, _error(failed, operation, time.monotonic() - started))
 
     def drop(self, worker_id: int, error: GroupError) -> None:
-        """Part with a worker; the error is raised when the rest has been served."""
+        """Disconnect a worker; the error is raised when the others have been served."""
         worker = next(worker for worker in self.workers if worker.worker_id == worker_id)
         self.workers.remove(worker)
         worker.sock.close()
         self.fail(error)
 
     def fail(self, error: GroupError) -> None:
-        """Remember a failure; the first counts."""
+        """Keep a failure for `raise_failure`; the first counts."""
         log.warning("%s", error)
         self._failure = self._failure or error
 
     def raise_failure(self) -> None:
-        """Raise what went wrong since this was last asked, if anything did."""
+        """Raise the first failure since the last call, if there is one."""
         failure, self._failure = self._failure, None
         if failure:
             raise failure
 
     def close(self) -> None:
-        """Part with everyone; safe to call twice."""
-        self._heart.close()
+        """Disconnect everyone; safe to call twice."""
+        self._heartbeat.close()
         for worker in self.workers:
             worker.sock.close()
         self.workers.clear()
@@ -127,35 +138,29 @@ class Crew:
 
 
 def read_head() -> Generator[memoryview, None, Head]:
-    """A script that hears the next message up to its floats, and returns its head."""
+    """For a `MessageReader`: reads the next message up to its floats and returns its head."""
     prefix = bytearray(LENGTH.size)
     yield memoryview(prefix)
-    (length,) = LENGTH.unpack(prefix)
-    if not 1 <= length <= MAX_FRAME:
-        raise ProtocolError(f"a frame of {length:,} bytes; 1 to {MAX_FRAME:,} are allowed")
+    length = payload_length(prefix, MAX_FRAME)
     start = bytearray()
     while isinstance(head := decode_head(bytes(start), length), int):
         if head > LONGEST_HEAD:
-            raise ProtocolError(f"a message whose head alone has {head:,} bytes")
+            raise ProtocolError(f"a message with {head:,} bytes before its floats")
         more = bytearray(head - len(start))
         yield memoryview(more)
         start += more
     return head
 
 
-def _error(failed: FlowFailed, operation: str, seconds: float) -> GroupError:
-    rank = failed.flow.peer
-    if isinstance(failed, FlowBroken):
+def _error(failed: StreamFailed, operation: str, seconds: float) -> GroupError:
+    rank = failed.stream.peer
+    if isinstance(failed, StreamBroken):
         return PeerLost(rank, operation, seconds, failed.detail)
-    if isinstance(failed, FlowStalled):
+    if isinstance(failed, StreamStalled):
         return GroupTimeout(rank, operation, seconds)
     return ProtocolError(f"worker {rank} broke the protocol in {operation}: {failed.detail}")
 
 
-def _cut(buffers: Sequence[bytes | bytearray | memoryview]) -> list[memoryview]:
+def _cut(buffers: Sequence[Buffer]) -> list[memoryview]:
     views = [memoryview(buffer) for buffer in buffers]
-    return [view[at : at + PIECE] for view in views for at in range(0, len(view), PIECE)]
-
-
-def _nothing(index: int) -> None:
-    pass
+    return [view[at : at + PIECE_BYTES] for view in views for at in range(0, len(view), PIECE_BYTES)]

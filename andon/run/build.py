@@ -26,7 +26,7 @@ from andon.optim.adamw import AdamWSettings
 from andon.optim.sharding import Zero
 from andon.run.events import Emit, event
 from andon.run.folder import read_mark
-from andon.transport.base import Group
+from andon.transport.base import TRANSPORTS, Group
 
 
 def build_trainer(
@@ -61,12 +61,12 @@ def build_model(config: Config, device: torch.device) -> Llama:
 
 def build_optimizer(config: Config, model: Llama, group: Group) -> Optimizer:
     """The model on its group, and AdamW over it."""
-    # shm would gather on the cores that forward computes on.
-    overlap = config.group.transport != "shm" and not config.train.compile
+    # A transport that computes on the workers' cores would take them from forward.
+    overlap = not TRANSPORTS[group.transport].uses_worker_cores and not config.train.compile
     parallel = DataParallel(model, group, config.train.slots, overlap)
     optim, zero = config.optim, config.zero
     settings = AdamWSettings(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
-    return AdamW(parallel, optim.lr, settings, Zero(zero.settled(config.group.transport), zero.replicas))
+    return AdamW(parallel, optim.lr, settings, Zero(zero.resolve(config.group.transport), zero.replicas))
 
 
 def build_batches(config: Config, tokens: TokenSet) -> Batches:

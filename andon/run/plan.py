@@ -21,6 +21,7 @@ from andon.config.schema import Config
 from andon.engine.order import Order, make_order
 from andon.model.shape import Shape
 from andon.optim.shard_map import UnitOwners
+from andon.transport.base import TRANSPORTS, Traffic
 
 PROGRAM: Final = 184_000_000
 """Python, torch, Andon and the math library's buffers: pages of a process's own."""
@@ -30,10 +31,6 @@ ALLOCATOR: Final = 1.4
 """What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
 MOMENT_BYTES: Final = 2 * 4
 """AdamW keeps two f32 moments for each parameter."""
-SCRATCH: Final = 7 << 20
-"""Buffers of a rank of shm, star or ring."""
-COMPILER: Final = 100_000_000
-"""What compiles the arithmetic of a bf16 wire (`andon.transport.tcp.rounding`)."""
 
 
 @dataclass(frozen=True)
@@ -163,12 +160,10 @@ def owned(config: Config) -> int:
 
 def exchange_buffers(config: Config) -> int:
     """What the transport holds besides the gradients themselves."""
-    if config.workers == 1 or config.group.transport == "local":
+    if config.workers == 1:
         return 0
-    if config.group.transport == "torch":  # everyone's part of the unit that is being added
-        return 4 * max(config.shape.block_parameters, config.shape.vocab * config.shape.hidden)
-    compiled = config.group.wire == "bf16" and config.group.transport != "shm"
-    return SCRATCH + (COMPILER if compiled else 0)
+    largest_unit = 4 * max(config.shape.block_parameters, config.shape.vocab * config.shape.hidden)
+    return TRANSPORTS[config.group.transport].buffers(largest_unit)
 
 
 def sent(config: Config, order: Order) -> int:
@@ -176,17 +171,16 @@ def sent(config: Config, order: Order) -> int:
     workers, zero = config.workers, config.zero
     if workers == 1:
         return 0
-    rows = len(order.leaves) / workers
-    rounded = config.group.wire == "bf16" and config.group.transport != "shm"
-    gradient = config.shape.parameters * (2 if rounded else 4)
-    weights = config.shape.parameters * weight_bytes(config)
-    reduces = zero.policy == "off" or zero.replicas > 1  # every rank needs the whole sum
-    if config.group.transport == "star":  # with ZeRO an owner keeps its rows, and sends what it has updated
-        kept = 0 if reduces else rows * gradient / workers
-        return round(rows * gradient - kept + (0 if zero.policy == "off" else weights / workers))
-    there = gradient * (1 if config.group.transport == "ring" else rows)
-    parts = there + (gradient if reduces else 0) + (0 if zero.policy == "off" else weights)
-    return round(parts * (workers - 1) / workers)
+    transport = TRANSPORTS[config.group.transport]
+    rounded = config.group.wire == "bf16" and transport.rounds_on_wire
+    traffic = Traffic(
+        workers,
+        rows=len(order.leaves) / workers,
+        gradient=config.shape.parameters * (2 if rounded else 4),
+        whole_sum=zero.policy == "off" or zero.replicas > 1,
+        weights=0 if zero.policy == "off" else config.shape.parameters * weight_bytes(config),
+    )
+    return round(transport.bytes_sent(traffic))
 
 
 def changes(config: Config) -> Iterator[Change]:
@@ -207,17 +201,17 @@ def _other_settings(config: Config) -> Iterator[dict[str, Any]]:
     if micro_batch % 2 == 0:
         yield {"train.micro_batch": micro_batch // 2, "train.slots": 2 * slots}
     yield {"train.weights": "f32" if config.train.weights == "bf16" else "bf16"}
-    for transport in ("shm", "star", "ring", "torch") if workers > 1 else ():
-        if transport != config.group.transport:
-            yield {"group.transport": transport}
-    if workers > 1 and config.group.wire == "f32" and config.group.transport != "shm":
+    for name, transport in TRANSPORTS.items() if workers > 1 else ():
+        if transport.connects and name != config.group.transport:
+            yield {"group.transport": name}
+    if workers > 1 and config.group.wire == "f32" and TRANSPORTS[config.group.transport].rounds_on_wire:
         yield {"group.wire": "bf16"}
 
 
 def _with(config: Config, keys: dict[str, Any]) -> Config:
     """The configuration with other values; one worker is `local`, several of them are not."""
     values = config.model_dump()
-    if keys.get("workers", 1) > 1 and config.group.transport == "local":
+    if keys.get("workers", 1) > 1 and not TRANSPORTS[config.group.transport].connects:
         values["group"]["transport"] = "auto"
     for key, value in keys.items():
         section, _, name = key.rpartition(".")

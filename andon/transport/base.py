@@ -12,16 +12,26 @@ peer, the operation and the seconds it took.
 
 from __future__ import annotations
 
+import struct
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from andon.engine.order import Order, make_order, shares
+from andon.errors import UserError
 
-if TYPE_CHECKING:  # the coordinator shares this file's errors and needs no torch
+if TYPE_CHECKING:  # the launcher, the coordinator and the configuration read this file without torch
     import torch
 
 Wire = Literal["f32", "bf16"]
+INLINE: Final = 252
+CELL: Final = struct.Struct(f"<I{INLINE}s")
+"""A small message: its length and its first bytes."""
+LONGEST_MESSAGE: Final = 1 << 26
 
 
 class GroupError(Exception):
@@ -57,8 +67,24 @@ class Rendezvous(Protocol):
     def world_size(self) -> int: ...
 
     def exchange(self, topic: str, mine: str) -> list[str]:
-        """Give my word on a topic and get everybody's, by rank; waits for all, with a deadline."""
+        """Publish my value for a topic and get everybody's, by rank; waits for all, with a deadline."""
         ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a transport needs to open a group."""
+
+    timeout: float = 60.0
+    """Seconds without progress after which a peer counts as stalled."""
+    wire: Wire = "f32"
+    """How gradients are rounded on the way."""
+    host: str = "127.0.0.1"
+    """Where the other ranks can reach this one."""
+    server: tuple[str, int] | None = None
+    """Address of the server, for a transport that needs one."""
+    token: str = ""
+    """What this rank has to show to the server."""
 
 
 class Group(ABC):
@@ -66,10 +92,20 @@ class Group(ABC):
 
     rank: int
     world_size: int
+    transport: str = "local"
+    """The name of its transport."""
     bytes_sent: int = 0
     """Payload that this rank has sent; in shared memory, what it moved between its own and others'."""
-    reduce_preserves_inputs: bool = False
-    """Whether a reduce-scatter leaves everyone's rows as they were, but for their own part of the first."""
+
+    @property
+    def reduce_preserves_inputs(self) -> bool:
+        """Whether a reduce-scatter changes nothing but a rank's own part of its first row."""
+        return TRANSPORTS[self.transport].reduce_preserves_inputs
+
+    @classmethod
+    @abstractmethod
+    def open(cls, rendezvous: Rendezvous, settings: Settings) -> Group:
+        """Open the group together with everyone at the rendezvous."""
 
     @abstractmethod
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
@@ -79,9 +115,26 @@ class Group(ABC):
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
         """Fill in everyone's part of `flat` from the rank that owns it."""
 
-    @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everybody's small message, by rank."""
+        """Everybody's small message, by rank. A short one takes one all-gather, a longer one two."""
+        import torch
+
+        cells = torch.zeros(self.world_size, CELL.size, dtype=torch.uint8)
+        cells[self.rank] = _bytes_tensor(CELL.pack(len(data), data[:INLINE]))
+        self.all_gather(cells.view(-1), range(0, CELL.size * (self.world_size + 1), CELL.size))
+        starts = [CELL.unpack(cell.numpy()) for cell in cells]
+        rests = [max(0, length - INLINE) for length, _ in starts]
+        if max(rests) > LONGEST_MESSAGE:
+            raise ProtocolError(
+                f"rank {rests.index(max(rests))} sends a small message of {max(rests):,} bytes"
+            )
+        bounds = [0, *accumulate(rests)]
+        rest = torch.empty(bounds[-1], dtype=torch.uint8)
+        if bounds[-1]:
+            rest[bounds[self.rank] : bounds[self.rank + 1]] = _bytes_tensor(data[INLINE:])
+            self.all_gather(rest, bounds)
+        tails = [rest[lo:hi].numpy().tobytes() for lo, hi in pairwise(bounds)]
+        return [start[:length] + tail for (length, start), tail in zip(starts, tails, strict=True)]
 
     @abstractmethod
     def close(self) -> None:
@@ -114,6 +167,156 @@ class Group(ABC):
         self.close()
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What the ranks of a group exchange in a step, in bytes."""
+
+    workers: int
+    rows: float
+    """Rows that a rank contributes, on average."""
+    gradient: int
+    """Bytes of one row, as it travels."""
+    whole_sum: bool
+    """Whether every rank needs the whole sum, and not only its own part."""
+    weights: int
+    """Bytes of the updated weights that are gathered: all of them with ZeRO, none without."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What everyone else needs to know about a transport."""
+
+    name: str
+    group: str
+    """Module and class of its group; imported when a group is opened."""
+    bytes_sent: Callable[[Traffic], float]
+    """Bytes that a rank sends in a step, on average over the ranks."""
+    buffers: Callable[[int], int]
+    """Bytes that a rank holds besides the gradients, if the largest unit has so many."""
+    connects: bool = True
+    """Whether it connects several workers."""
+    one_machine: bool = False
+    """Whether all workers must run on one machine."""
+    needs_server: bool = False
+    """Whether the ranks need a server process."""
+    uses_worker_cores: bool = False
+    """Whether a collective computes on the workers' own cores, so that gathering weights in the background of
+    forward does not pay."""
+    reduce_preserves_inputs: bool = False
+    """Whether a reduce-scatter changes nothing but a rank's own part of its first row."""
+    rounds_on_wire: bool = True
+    """Whether a bf16 wire halves the bytes of a gradient."""
+    one_order: bool = True
+    """Whether sums are added in the one order for any number of ranks and rows."""
+    zero_pays: bool = True
+    """Whether `zero.policy: auto` shares out the optimizer state: the gather of weights must cost less than
+    the smaller update saves."""
+
+    def open(self, rendezvous: Rendezvous, settings: Settings) -> Group:
+        """Open a group with everyone at the rendezvous."""
+        module, _, name = self.group.partition(":")
+        group: type[Group] = getattr(import_module(module), name)
+        return group.open(rendezvous, settings)
+
+
+def _by_parts(rows: float, traffic: Traffic) -> float:
+    """Every rank keeps its own of N parts and sends the others: of its rows, of the sum, of the weights."""
+    sums = traffic.gradient if traffic.whole_sum else 0
+    total = rows * traffic.gradient + sums + traffic.weights
+    return total * (traffic.workers - 1) / traffic.workers
+
+
+def _to_server(traffic: Traffic) -> float:
+    """Every rank sends all its rows, and the weights that it has updated."""
+    return traffic.rows * traffic.gradient + traffic.weights / traffic.workers
+
+
+SCRATCH_BYTES: Final = 8 << 20
+
+TRANSPORTS: Final[dict[str, Transport]] = {
+    each.name: each
+    for each in (
+        Transport(
+            "local",
+            "andon.transport.local:LocalGroup",
+            bytes_sent=lambda traffic: 0,
+            buffers=lambda unit: 0,
+            connects=False,
+            one_machine=True,
+            zero_pays=False,
+        ),
+        Transport(
+            "shm",
+            "andon.transport.shm.group:ShmGroup",
+            bytes_sent=lambda traffic: _by_parts(traffic.rows, traffic),
+            buffers=lambda unit: SCRATCH_BYTES,
+            one_machine=True,
+            uses_worker_cores=True,
+            reduce_preserves_inputs=True,
+            rounds_on_wire=False,
+        ),
+        Transport(
+            "star",
+            "andon.transport.tcp.star:StarGroup",
+            bytes_sent=_to_server,
+            buffers=lambda unit: SCRATCH_BYTES,
+            needs_server=True,
+            zero_pays=False,
+        ),
+        Transport(
+            "ring",
+            "andon.transport.tcp.ring:RingGroup",
+            bytes_sent=lambda traffic: _by_parts(1, traffic),
+            buffers=lambda unit: SCRATCH_BYTES,
+            one_order=False,
+        ),
+        Transport(
+            "torch",
+            "andon.transport.torch_dist:TorchGroup",
+            bytes_sent=lambda traffic: _by_parts(traffic.rows, traffic),
+            buffers=lambda unit: unit,
+        ),
+    )
+}
+
+
+def open_group(transport: str, rendezvous: Rendezvous, settings: Settings | None = None) -> Group:
+    """Open a group over a transport with everyone at the rendezvous."""
+    found = TRANSPORTS.get(transport)
+    if found is None:
+        raise UserError(
+            f"there is no transport {transport!r}",
+            "group.transport names how workers exchange",
+            f"choose one of {', '.join(TRANSPORTS)}",
+        )
+    if not found.connects and rendezvous.world_size > 1:
+        raise UserError(
+            f"transport {transport!r} cannot connect {rendezvous.world_size} workers",
+            "it is the group of one worker",
+            f"choose group.transport {', '.join(each.name for each in TRANSPORTS.values() if each.connects)}",
+        )
+    return found.open(rendezvous, settings or Settings())
+
+
+def fastest_here(workers: int) -> str:
+    """The transport that `auto` takes for workers that all run on this machine."""
+    if workers == 1:
+        return "local"
+    return "shm" if sys.platform == "linux" else "torch"
+
+
+def are_bounds(bounds: Sequence[int], total: int, parts: int) -> bool:
+    """Whether bounds cut `total` elements into so many parts."""
+    whole = len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == total
+    return whole and all(lo <= hi for lo, hi in pairwise(bounds))
+
+
+def check_bounds(bounds: Sequence[int], total: int, parts: int) -> None:
+    """Refuse bounds that do not cut `total` elements into so many parts."""
+    if not are_bounds(bounds, total, parts):
+        raise ValueError(f"{list(bounds)} does not cut {total} elements into {parts} parts")
+
+
 def first_row(nodes: torch.Tensor) -> torch.Tensor:
     """Where the sum of a contribution ends."""
     return nodes if nodes.dim() == 1 else nodes[0]
@@ -130,6 +333,12 @@ def rows_of(nodes: torch.Tensor, order: Order, rank: int) -> list[torch.Tensor]:
 def one_node_each(world_size: int) -> Order:
     """The order when every rank contributes one row."""
     return make_order(world_size, world_size)
+
+
+def _bytes_tensor(data: bytes) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
 
 
 def _tail(detail: str) -> str:

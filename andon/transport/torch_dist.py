@@ -2,10 +2,8 @@
 
 The one order of addition needs every contribution in one place, so a reduce-scatter is an all-to-all of
 *parts* (each rank sends part j of each of its rows to rank j), after which every rank adds its own part in
-the order of `andon.engine.order`; with the all-gather that follows, the bytes are those of a ring. Everything
-goes point to point, because then a failure has a name: the operation that failed has one peer.
-`canonical=False` takes torch's own all-reduce instead, which is faster, adds in an order of its own, and is
-not counted.
+the order of `andon.engine.order`; with the all-gather that follows, the bytes are those of a ring. All
+transfers are point to point, because then a failure names a peer: each transfer has exactly one.
 
 With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32; a plain all-gather moves
 what it is given, exactly.
@@ -14,7 +12,6 @@ what it is given, exactly.
 from __future__ import annotations
 
 import re
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +31,7 @@ from andon.transport.base import (
     GroupTimeout,
     PeerLost,
     Rendezvous,
+    Settings,
     Wire,
     first_row,
     one_node_each,
@@ -41,25 +39,24 @@ from andon.transport.base import (
 )
 
 Transfer = tuple[int, torch.Tensor]
-Answer = tuple[int, Exception | None]  # of a peer: done, or what failed
-LENGTH: Final = struct.Struct("<Q")
-SMALL: Final = 64 << 10  # bytes up to which everyone adds up everything, which saves the all-gather
+Answer = tuple[int, Exception | None]  # a peer, and how its transfers failed
+SMALL_BYTES: Final = 64 << 10  # up to here every rank adds up everything, which saves the all-gather
 GRACE: Final = 0.3  # seconds that other transfers get to finish after one has failed
-OPENING: Final = 256  # bytes of a small message that travel together with its length
 
 
 class TorchGroup(Group):
     """The ranks of an initialised process group (the default one unless given)."""
+
+    transport = "torch"
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 60.0,
         wire: Wire = "f32",
-        canonical: bool = True,
         owned: bool = False,
     ) -> None:
-        self.process_group, self.timeout, self.wire, self.canonical = process_group, timeout, wire, canonical
+        self.process_group, self.timeout, self.wire = process_group, timeout, wire
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.device = torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
         self._peers = [
@@ -67,6 +64,28 @@ class TorchGroup(Group):
             for rank in range(self.world_size)
         ]
         self._owned = owned
+
+    @classmethod
+    def open(cls, rendezvous: Rendezvous, settings: Settings, backend: str = "gloo") -> TorchGroup:
+        """A group over the default process group, which is made first (and destroyed at the end) unless the
+        process has one already, as under torchrun."""
+        if dist.is_initialized():
+            return cls(None, settings.timeout, settings.wire)
+        wait = timedelta(seconds=settings.timeout)
+        store = None
+        if rendezvous.rank == 0:
+            store = TCPStore(settings.host, 0, is_master=True, timeout=wait, wait_for_workers=False)
+        address = f"{settings.host}:{store.port}" if store else ""
+        host, _, port = rendezvous.exchange("torch store", address)[0].rpartition(":")
+        started = time.monotonic()
+        try:
+            store = store or TCPStore(host, int(port), timeout=wait, wait_for_workers=False)
+            dist.init_process_group(
+                backend, store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=wait
+            )
+        except RuntimeError as error:
+            raise _failure(error, -1, "connecting through torch.distributed", started) from error
+        return cls(None, settings.timeout, settings.wire, owned=True)
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         self._reduce(nodes, list(pairwise(bounds)), order or one_node_each(self.world_size))
@@ -77,9 +96,7 @@ class TorchGroup(Group):
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         order = order or one_node_each(self.world_size)
         size = nodes.shape[-1]
-        if not self.canonical:
-            self._reduce_plainly(nodes, order)
-        elif size * nodes.element_size() <= SMALL:
+        if size * nodes.element_size() <= SMALL_BYTES:
             self._reduce(nodes, [(0, size)] * self.world_size, order)
         else:
             bounds = shares(size, self.world_size)
@@ -87,7 +104,8 @@ class TorchGroup(Group):
             self._gather(first_row(nodes), bounds, self._wire_dtype(nodes))
 
     def _reduce(self, nodes: torch.Tensor, parts: Sequence[tuple[int, int]], order: Order) -> None:
-        """Give every rank its part of each of my rows; add up everyone's rows of my part."""
+        """Send every rank its part of each of this rank's rows, and add up everyone's rows of this rank's
+        part."""
         rows = rows_of(nodes, order, self.rank)
         dtype = self._wire_dtype(nodes)
         lo, hi = parts[self.rank]
@@ -103,37 +121,6 @@ class TorchGroup(Group):
         terms = [leaf.to(nodes.dtype) for leaf in leaves]
         order.add_up(terms)
         first_row(nodes)[lo:hi].copy_(terms[0].to(dtype))
-
-    def _reduce_plainly(self, nodes: torch.Tensor, order: Order) -> None:
-        rows = rows_of(nodes, order, self.rank)
-        for row in rows[1:]:
-            rows[0].add_(row)
-        mine = first_row(nodes).zero_() if not rows else rows[0]
-        total = mine.to(self.device, self._wire_dtype(nodes))
-        work = dist.all_reduce(total, group=self.process_group, async_op=True)
-        self._wait_for(work, -1, "all-reduce", time.monotonic())
-        mine.copy_(total)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        head = LENGTH.pack(len(data)) + data[: OPENING - LENGTH.size]
-        opening = self._bytes(head.ljust(OPENING, b"\0"))
-        openings = [torch.empty_like(opening) for _ in range(self.world_size)]
-        everyone = range(self.world_size)
-        self._exchange([(peer, opening) for peer in everyone], list(enumerate(openings)), "gather of bytes")
-        openings[self.rank] = opening
-        heads = [bytes(each.cpu().numpy().tobytes()) for each in openings]
-        lengths = [LENGTH.unpack_from(each)[0] for each in heads]
-        rest = self._bytes(data[OPENING - LENGTH.size :])
-        rests = [
-            torch.empty(max(0, length - OPENING + LENGTH.size), dtype=torch.uint8, device=self.device)
-            for length in lengths
-        ]
-        self._exchange([(peer, rest) for peer in everyone], list(enumerate(rests)), "gather of bytes")
-        rests[self.rank] = rest
-        return [
-            head[LENGTH.size : LENGTH.size + length] + tail.cpu().numpy().tobytes()
-            for head, length, tail in zip(heads, lengths, rests, strict=True)
-        ]
 
     def close(self) -> None:
         if self._owned:
@@ -153,7 +140,7 @@ class TorchGroup(Group):
                     part.copy_(buffer)
 
     def _exchange(self, sends: list[Transfer], receives: list[Transfer], operation: str) -> None:
-        """Do all transfers at once (those with myself and empty ones are none)."""
+        """Do all transfers at once; those to this rank itself and empty ones are skipped."""
         self.bytes_sent += sum(tensor.nbytes for peer, tensor in sends if peer != self.rank)
         ops = [
             (peer, dist.P2POp(way, tensor, self._peers[peer], self.process_group))
@@ -167,7 +154,7 @@ class TorchGroup(Group):
             self._exchange_by_peer(ops, operation)
 
     def _exchange_joined(self, ops: list[dist.P2POp], operation: str) -> None:
-        """NCCL joins the transfers into one, and does not say whose it is that failed."""
+        """NCCL merges the transfers into one and does not say which of them failed."""
         started = time.monotonic()
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
@@ -177,10 +164,10 @@ class TorchGroup(Group):
             self._wait_for(work, -1, operation, started)
 
     def _exchange_by_peer(self, ops: list[tuple[int, dist.P2POp]], operation: str) -> None:
-        """Wait for all peers at the same time: one may be lost while another, who knows, sends no more.
+        """Wait for all peers at the same time: while one is lost, another that knows of it sends no more.
 
-        After a failure the other transfers get a moment to finish, so that the peers they are with find out
-        for themselves who was lost.
+        After a failure the other transfers get a moment to finish, so that their peers find out by themselves
+        which rank was lost.
         """
         started = time.monotonic()
         answers: SimpleQueue[Answer] = SimpleQueue()
@@ -205,10 +192,12 @@ class TorchGroup(Group):
                 wait(peer, works)
             else:
                 threading.Thread(target=wait, args=(peer, works), daemon=True).start()
-        self._settle(answers, set(begun), operation, started)
+        self._collect(answers, set(begun), operation, started)
 
-    def _settle(self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float) -> None:
-        """Wait for an answer from everyone; raise the first failure, or who is silent when time is up."""
+    def _collect(
+        self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float
+    ) -> None:
+        """Wait for every peer; raise the first failure, or a timeout that names a silent peer."""
         failure: Exception | None = None
         until = started + self.timeout
         while silent:
@@ -220,7 +209,7 @@ class TorchGroup(Group):
             if error and not failure:
                 failure, until = error, time.monotonic() + GRACE
         seconds = time.monotonic() - started
-        # Who closes the connection just when time is up has given up on the one that is still silent.
+        # A peer that closes its connection at the deadline timed out waiting for the one still silent.
         if silent and seconds >= self.timeout:
             raise GroupTimeout(min(silent), operation, seconds)
         if failure:
@@ -228,7 +217,7 @@ class TorchGroup(Group):
 
     def _wait_for(self, work: dist.Work | None, peer: int, operation: str, started: float) -> None:
         assert work is not None, f"rank {self.rank} is not part of the process group"
-        # A timeout within Gloo closes the connections with everyone, so it comes after our own.
+        # A timeout within Gloo closes the connections to everyone, so ours comes first.
         left = max(0.001, started + self.timeout + GRACE - time.monotonic())
         try:
             work.wait(timedelta(seconds=left))
@@ -238,21 +227,16 @@ class TorchGroup(Group):
     def _wire_dtype(self, nodes: torch.Tensor) -> torch.dtype:
         return torch.bfloat16 if self.wire == "bf16" and nodes.dtype == torch.float32 else nodes.dtype
 
-    def _bytes(self, data: bytes) -> torch.Tensor:
-        return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)].to(
-            self.device
-        )
-
 
 class StoreRendezvous:
-    """Ranks that find each other through a torch store (torchrun's, or one of ours)."""
+    """A rendezvous in a torch store (torchrun's, or one of ours)."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self.store, self.rank, self.world_size, self.timeout = store, rank, world_size, timeout
         self._turn = 0
 
     def exchange(self, topic: str, mine: str) -> list[str]:
-        """Give my word on a topic and get everybody's, by rank; every rank asks in the same order."""
+        """Publish my value for a topic and get everybody's, by rank; all ranks ask in the same order."""
         started = time.monotonic()
         self._turn += 1
         keys = [f"andon/{self._turn}/{topic}/{rank}" for rank in range(self.world_size)]
@@ -271,29 +255,8 @@ class StoreRendezvous:
             raise PeerLost(-1, f"rendezvous on {topic!r}", seconds, f"the store failed: {error}") from error
 
 
-def init_torch(
-    rendezvous: Rendezvous, host: str, timeout: float, wire: Wire = "f32", backend: str = "gloo"
-) -> TorchGroup:
-    """A process group for ranks that know each other only through a rendezvous; `host` is rank 0's."""
-    wait = timedelta(seconds=timeout)
-    store = None
-    if rendezvous.rank == 0:
-        store = TCPStore(host, 0, is_master=True, timeout=wait, wait_for_workers=False)
-    address = f"{host}:{store.port}" if store else ""
-    host_0, _, port = rendezvous.exchange("torch store", address)[0].rpartition(":")
-    started = time.monotonic()
-    try:
-        store = store or TCPStore(host_0, int(port), timeout=wait, wait_for_workers=False)
-        dist.init_process_group(
-            backend, store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=wait
-        )
-    except RuntimeError as error:
-        raise _failure(error, -1, "connecting through torch.distributed", started) from error
-    return TorchGroup(None, timeout, wire, owned=True)
-
-
 def _failure(error: RuntimeError, peer: int, operation: str, started: float) -> GroupError:
-    # Gloo's own words, without its source file and its advice.
+    # Gloo's message, without its source file and its advice.
     text = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0]).split(". This is typically")[0]
     kind = GroupTimeout if "time" in text.lower() and "out" in text.lower() else PeerLost
     return kind(peer, operation, time.monotonic() - started, text)

@@ -348,8 +348,8 @@ MUTANTS = [
         "zero-over-star",
         "ZeRO is on by default over a star.",
         "config/schema.py",
-        '"off" if transport in ("local", "star") else "even"',
-        '"off" if transport == "local" else "even"',
+        'return "off" if known and not known.zero_pays else "even"',
+        'return "even" if known else "off"',
         ("test_config.py",),
     ),
     Mutant(

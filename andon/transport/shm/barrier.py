@@ -1,13 +1,12 @@
-"""Meeting in shared memory: a barrier that is quick when the wait is short and idle when it is long.
+"""A barrier in shared memory that is quick when the wait is short and idle when it is long.
 
-Every rank has a *line*: 64 bytes of shared memory that only it writes. Its counter says at how many meetings
-it has arrived; a rank is *late* while its counter still shows the previous meeting. Whoever waits first
-looks again and again, giving the core away in between (a late rank may be waiting for this very core), for
-somewhat longer than falling asleep and waking up would take: with less, two ranks get into a step in which
-each sleeps while the other wakes. Then it sleeps in the kernel on the counter of a late rank (a futex: it
-wakes when the word is announced to have changed). The one who arrives announces it only when someone sleeps.
-Sleepers look up several times a second whether a late peer has died (its process descriptor becomes
-readable, also for a zombie), has left, or is out of time.
+Every rank has a *line*: 64 bytes of shared memory that only it writes, with a counter of the barriers at
+which it has arrived. A rank is *late* while its counter still shows the previous barrier. A rank that waits
+for a late one first polls its counter, yielding the core in between (the late rank may need this very core),
+for somewhat longer than going to sleep and waking up would take; with less, two ranks get into a rhythm in
+which each sleeps while the other wakes. Then it sleeps in the kernel on the counter of the late rank (a
+futex). A rank that arrives wakes the others only if one of them sleeps. Sleepers check several times a second
+whether a late peer has died (its pidfd becomes readable, also for a zombie), has left, or has timed out.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from typing import Final
 
 from andon.transport.base import GroupError, GroupTimeout, PeerLost
 
-LINE: Final = 64
+LINE_BYTES: Final = 64
 SPINS: Final = 50  # about 3 microseconds
 YIELDS: Final = 400  # about 200 microseconds when no one else wants the core
-LOOK_UP_SECONDS: Final = 0.1
+CHECK_SECONDS: Final = 0.1
 SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)  # 0: not known
 STRONGLY_ORDERED: Final = platform.machine() == "x86_64"
 _WAIT, _WAKE = 0, 1
@@ -50,22 +49,22 @@ class _Timespec(ctypes.Structure):
 
 
 def sleep_on(address: int, value: int, seconds: float) -> None:
-    """Sleep until the word at `address` is announced, but not if it is no longer `value`."""
+    """Sleep until `wake_all` on the same address, unless the u32 there is no longer `value`."""
     wait = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     _syscall(SYS_FUTEX, address, _WAIT, value, ctypes.byref(wait), None, 0)
 
 
-def announce(address: int) -> None:
-    """Wake everyone who sleeps on the word at `address`."""
+def wake_all(address: int) -> None:
+    """Wake every process that sleeps on `address`."""
     _syscall(SYS_FUTEX, address, _WAKE, 0x7FFFFFFF, None, None, 0)
 
 
 def lines_size(world_size: int) -> int:
     """Bytes that the lines of all ranks take, with one flag each for `asleep` and `left`."""
-    return world_size * LINE + LINE * -(-2 * world_size // LINE)
+    return world_size * LINE_BYTES + LINE_BYTES * -(-2 * world_size // LINE_BYTES)
 
 
-class Meeting:
+class Barrier:
     """The barrier of one rank; `address` is where `memory` starts, the lines lie at its beginning."""
 
     def __init__(
@@ -73,27 +72,27 @@ class Meeting:
     ) -> None:
         self.rank, self.timeout, self.turn = rank, timeout, 0
         self.failure: GroupError | None = None
-        self._gone = False
+        self._closed = False
         world_size = len(processes)
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._address = address
-        view, flags = memoryview(memory), world_size * LINE
-        self._counters = view[:flags].cast("I")[:: LINE // 4]
+        view, flags = memoryview(memory), world_size * LINE_BYTES
+        self._counters = view[:flags].cast("I")[:: LINE_BYTES // 4]
         self._asleep = view[flags : flags + world_size]
         self._left = view[flags + world_size : flags + 2 * world_size]
         self._nobody = bytes(world_size)
         self._lock = threading.Lock()
-        self._descriptors = {_watch(peer, processes[peer]): peer for peer in self._peers}
+        self._descriptors = {_pidfd(peer, processes[peer]): peer for peer in self._peers}
         self._poll = select.poll()
         for descriptor in self._descriptors:
             self._poll.register(descriptor, select.POLLIN)
 
     def check(self) -> None:
-        """Refuse to go on once a meeting has failed, or this rank has left."""
+        """Raise if a wait has failed before, or this rank has left."""
         if self.failure is not None:
             raise self.failure
 
-    def meet(self, operation: str) -> None:
+    def wait(self, operation: str) -> None:
         """Wait until every rank is here."""
         counters, before = self._counters, self.turn
         if not STRONGLY_ORDERED:
@@ -102,18 +101,19 @@ class Meeting:
         counters[self.rank] = turn
         self._fence()
         if self._asleep != self._nobody:
-            announce(self._address + self.rank * LINE)
+            wake_all(self._address + self.rank * LINE_BYTES)
         for peer in self._peers:
             if counters[peer] == before:
-                self._wait(peer, before, operation)
+                self._wait_for(peer, before, operation)
         if not STRONGLY_ORDERED:
             self._fence()
 
     def _fence(self) -> None:
-        """Order what I wrote and read before with what comes after, in the eyes of the others.
+        """A memory fence: other ranks see what this one wrote and read before it, and after it, in that
+        order.
 
-        A lock is taken and given back with atomic instructions. On x86 one is a full barrier (needed only
-        between my arrival and my look at who sleeps); on aarch64 a release and the acquire after it are.
+        Taking and releasing a lock uses atomic instructions. On x86 one of them is a full fence, needed only
+        between the arrival and the check for sleepers; on aarch64 a release followed by an acquire is.
         """
         self._lock.acquire()
         self._lock.release()
@@ -122,24 +122,24 @@ class Meeting:
             self._lock.release()
 
     def leave(self) -> None:
-        """Tell everyone that this rank comes no more; safe to call twice."""
-        if self._gone:
+        """Tell everyone that this rank leaves; safe to call twice."""
+        if self._closed:
             return
-        self._gone = True
+        self._closed = True
         self._left[self.rank] = 1
-        announce(self._address + self.rank * LINE)
+        wake_all(self._address + self.rank * LINE_BYTES)
         for descriptor in self._descriptors:
             os.close(descriptor)
         for view in (self._counters, self._asleep, self._left):
             view.release()
         self.failure = self.failure or GroupError(f"rank {self.rank} has left the group")
 
-    def _wait(self, peer: int, before: int, operation: str) -> None:
+    def _wait_for(self, peer: int, before: int, operation: str) -> None:
         counters = self._counters
         for _ in range(SPINS):
             if counters[peer] != before:
                 return
-        for _ in range(YIELDS):  # the peer may be waiting for this very core
+        for _ in range(YIELDS):  # the peer may need this very core
             os.sched_yield()
             if counters[peer] != before:
                 return
@@ -151,16 +151,16 @@ class Meeting:
         try:
             while counters[peer] == before:
                 left = started + self.timeout - time.monotonic()
-                sleep_on(self._address + peer * LINE, before, max(0.001, min(left, LOOK_UP_SECONDS)))
+                sleep_on(self._address + peer * LINE_BYTES, before, max(0.001, min(left, CHECK_SECONDS)))
                 if counters[peer] == before:
-                    self._look_up(before, operation, started)
+                    self._check_late(before, operation, started)
         except GroupError as failure:
             self.failure = failure
             raise
         finally:
             self._asleep[self.rank] = 0
 
-    def _look_up(self, before: int, operation: str, started: float) -> None:
+    def _check_late(self, before: int, operation: str, started: float) -> None:
         late = [peer for peer in self._peers if self._counters[peer] == before]
         dead = {self._descriptors[descriptor] for descriptor, _ in self._poll.poll(0)}
         seconds = time.monotonic() - started
@@ -173,7 +173,7 @@ class Meeting:
             raise GroupTimeout(late[0], operation, seconds)
 
 
-def _watch(peer: int, process: int) -> int:
+def _pidfd(peer: int, process: int) -> int:
     try:
         return os.pidfd_open(process)
     except ProcessLookupError as error:

@@ -1,17 +1,18 @@
 """Workers of one machine exchange through shared memory.
 
-A *segment* is memory that every rank maps; `allocate` hands out tensors in it. A tensor that lies in a
-segment is *direct*: the others read and write it where it is. For a collective each rank puts up its *word*
-(what it is about to do, and the *place* of its tensor), then all meet (`andon.transport.shm.barrier`). To
-reduce, each rank takes its share of the elements, walks over it in *chunks* that stay in the cache, adds
-everybody's rows of a chunk in the one order, and writes the sum into everybody's first row; then all meet
-again. Nothing is copied in or out. To gather, each rank fetches the others' parts.
+A *segment* is memory that every rank maps; `allocate` gives out tensors in it. A tensor that lies in a
+segment is *direct*: the other ranks read and write it in place. For a collective each rank publishes a
+*header* (the operation, and the *location* of its tensor), then all wait at the barrier
+(`andon.transport.shm.barrier`). To reduce, each rank takes its share of the elements, goes through it in
+*chunks* that stay in the cache, adds everybody's rows of a chunk in the one order, and writes the sum into
+everybody's first row; then all wait at the barrier again. Nothing is copied in or out. To gather, each rank
+copies the others' parts.
 
-Any other tensor is *staged*: it goes piece by piece through two staging areas in turn, so that the next
-piece is filled in while this one is worked on, with one meeting per piece.
+Any other tensor is *staged*: it goes piece by piece through two staging areas in turn, so that the next piece
+is copied in while this one is worked on, with one barrier per piece.
 
-With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32, as on any transport; here
-that saves nothing and is there for the same bits.
+With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32, as on any transport; in
+shared memory that saves nothing and only gives the same bits.
 """
 
 from __future__ import annotations
@@ -33,71 +34,81 @@ from andon.transport.base import (
     GroupError,
     ProtocolError,
     Rendezvous,
+    Settings,
     Wire,
     first_row,
     one_node_each,
     rows_of,
 )
-from andon.transport.shm.barrier import SYS_FUTEX, Meeting
-from andon.transport.shm.segment import MAIL, STAGE, Layout, Segment, machine, new_memory
+from andon.transport.shm.barrier import SYS_FUTEX, Barrier
+from andon.transport.shm.segment import (
+    MAILBOX_BYTES,
+    STAGE_BYTES,
+    Segment,
+    SegmentLayout,
+    machine,
+    new_memory,
+)
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER_BYTES = range(4)
-NAMES: Final = ("all-reduce", "reduce-scatter", "all-gather", "gather of bytes")
-WORDS: Final = struct.Struct("<IIqqqq24x")  # operation, agreement, place (segment, offset, stride), length
-CHUNK: Final = 512 << 10  # bytes, over all rows, that stay in a core's cache while they are summed
+OPERATIONS: Final = ("all-reduce", "reduce-scatter", "all-gather", "gather of bytes")
+HEADER: Final = struct.Struct(
+    "<IIqqqq24x"
+)  # operation, agreement, location (segment, offset, stride), length
+CHUNK_BYTES: Final = 512 << 10  # over all rows: what stays in a core's cache while it is summed
 CALLS_KEPT: Final = 4096
 
 Chunk = tuple[torch.Tensor, ...]
 
 
-class Place(NamedTuple):
-    """Where rows of elements lie: in which segment, from which byte, with how many elements per row."""
+class Location(NamedTuple):
+    """Where rows of elements lie: the segment, the offset in bytes, and the stride of rows in elements."""
 
     segment: int
     offset: int
     stride: int
 
 
-STAGED: Final = Place(-1, 0, 0)
+STAGED: Final = Location(-1, 0, 0)
 
 
 class Call:
-    """One collective on one tensor, prepared: my word, and the work to do once everyone's word is known."""
+    """One collective on one tensor, prepared: this rank's header, and the work to do once all are known."""
 
-    def __init__(self, operation: int, order: Order | None, place: Place, word: bytes) -> None:
-        self.name, self.order, self.place, self.word = NAMES[operation], order, place, word
-        self.words = b""
-        self.places: list[Place] = []
-        self.direct = False  # nobody's tensor has to be staged
+    def __init__(self, operation: int, order: Order | None, location: Location, header: bytes) -> None:
+        self.name, self.order, self.location, self.header = OPERATIONS[operation], order, location, header
+        self.headers = b""
+        self.locations: list[Location] = []
+        self.direct = False  # no rank's tensor has to be staged
         self.chunks: list[Chunk] = []
-        self.moved = 0  # bytes between my memory and others'
+        self.moved = 0  # bytes between this rank's memory and others'
 
 
 class ShmGroup(Group):
     """The ranks of one machine."""
 
-    reduce_preserves_inputs = True
+    transport = "shm"
 
     def __init__(
         self, rank: int, processes: Sequence[int], first: Segment, timeout: float, wire: Wire
     ) -> None:
         self.rank, self.world_size, self.wire = rank, len(processes), wire
-        self._meeting = Meeting(first.memory, first.address, rank, processes, timeout)
+        self._barrier = Barrier(first.memory, first.address, rank, processes, timeout)
         self._processes, self._segments = processes, [first]
-        self._layout = Layout(self.world_size)
+        self._layout = SegmentLayout(self.world_size)
         self._calls: dict[object, Call] = {}
         self._pinned = False
 
     @classmethod
-    def open(cls, rendezvous: Rendezvous, timeout: float, wire: Wire = "f32") -> ShmGroup:
+    def open(cls, rendezvous: Rendezvous, settings: Settings) -> ShmGroup:
         """Open the group with everyone at the rendezvous; all must run on this machine."""
         if sys.platform != "linux" or not SYS_FUTEX:
             raise _unavailable("it needs Linux on x86_64 or aarch64")
-        size = Layout(rendezvous.world_size).size
+        size = SegmentLayout(rendezvous.world_size).size
         descriptor = new_memory(size) if rendezvous.rank == 0 else -1
         try:
-            words = rendezvous.exchange("shm", f"{machine()} {os.getpid()} {descriptor}")
-            machines, processes, descriptors = zip(*(word.split() for word in words), strict=True)
+            values = rendezvous.exchange("shm", f"{machine()} {os.getpid()} {descriptor}")
+            machines, processes, descriptors = zip(*(value.split() for value in values), strict=True)
             if len(set(machines)) > 1:
                 raise _unavailable("it connects workers of one machine and container; these run in several")
             pids = [int(process) for process in processes]
@@ -105,9 +116,9 @@ class ShmGroup(Group):
                 first = Segment.of_rank_0(rendezvous.rank, pids, int(descriptors[0]), size)
             except PermissionError as error:
                 raise _unavailable("the workers run as different users") from error
-            group = cls(rendezvous.rank, pids, first, timeout, wire)
+            group = cls(rendezvous.rank, pids, first, settings.timeout, settings.wire)
             try:
-                group._meeting.meet("opening shared memory")
+                group._barrier.wait("opening shared memory")
             except GroupError:
                 group.close()
                 raise
@@ -125,7 +136,7 @@ class ShmGroup(Group):
         try:
             source = int(self.all_gather_bytes(b"%d" % descriptor)[0])
             segment = Segment.of_rank_0(self.rank, self._processes, source, total)
-            self._meeting.meet("allocating shared memory")
+            self._barrier.wait("allocating shared memory")
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -144,20 +155,20 @@ class ShmGroup(Group):
         self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order
     ) -> None:
         call = self._call(operation, nodes, bounds, order)
-        if call.place is STAGED:
-            self._fill(rows_of(nodes, order, self.rank), 0, 0, _piece(nodes, order))
-        if self._put_up(call):
+        if call.location is STAGED:
+            self._fill(rows_of(nodes, order, self.rank), 0, 0, _piece_elements(nodes, order))
+        if self._publish(call):
             cut = bounds if bounds and call.direct else shares(nodes.shape[-1], self.world_size)
             lo, hi = cut[self.rank : self.rank + 2]
             receivers = [self.rank] if cut is bounds else range(self.world_size)
             others = [rank for rank, _ in order.leaves if rank != self.rank]
             call.moved = (hi - lo) * nodes.element_size() * (len(others) + len(receivers) - 1)
             if call.direct:
-                call.chunks = list(self._chunks(call.places, order, nodes.dtype, (lo, hi), receivers))
+                call.chunks = list(self._chunks(call.locations, order, nodes.dtype, (lo, hi), receivers))
         self.bytes_sent += call.moved
         if call.direct:
             self._sum(call.chunks, order)
-            self._meeting.meet(call.name)
+            self._barrier.wait(call.name)
         else:
             self._reduce_pieces(call, nodes, bounds, order)
 
@@ -165,76 +176,79 @@ class ShmGroup(Group):
         self, call: Call, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order
     ) -> None:
         rows, first = rows_of(nodes, order, self.rank), first_row(nodes)
-        size, piece = first.numel(), _piece(nodes, order)
+        size, piece = first.numel(), _piece_elements(nodes, order)
         mine = bounds[self.rank : self.rank + 2] if bounds else (0, size)
         for half, start in zip(cycle((0, 1)), range(0, size, piece)):
             end = min(size, start + piece)
-            places = self._staged_places(call, half, [start] * self.world_size, piece, nodes.element_size())
+            locations = self._staged_locations(
+                call, half, [start] * self.world_size, piece, nodes.element_size()
+            )
             lo, hi = (start + bound for bound in shares(end - start, self.world_size)[self.rank :][:2])
-            chunks = self._chunks(places, order, nodes.dtype, (lo, hi), range(self.world_size))
+            chunks = self._chunks(locations, order, nodes.dtype, (lo, hi), range(self.world_size))
             self._sum(chunks, order)
-            if call.place is STAGED:
+            if call.location is STAGED:
                 self._fill(rows, 1 - half, end, piece)
-            self._meeting.meet(call.name)
+            self._barrier.wait(call.name)
             lo, hi = max(start, mine[0]), min(end, mine[1])
-            if call.place is STAGED and lo < hi:
-                first[lo:hi].copy_(self._view(places[self.rank], 0, lo, hi, nodes.dtype))
+            if call.location is STAGED and lo < hi:
+                first[lo:hi].copy_(self._view(locations[self.rank], 0, lo, hi, nodes.dtype))
 
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
         bounds = tuple(bounds)
         call = self._call(ALL_GATHER, flat, bounds, None)
-        piece = STAGE // flat.element_size()
+        piece = STAGE_BYTES // flat.element_size()
         mine = [flat[: bounds[self.rank + 1]]]
-        if call.place is STAGED:
+        if call.location is STAGED:
             self._fill(mine, 0, bounds[self.rank], piece)
         others = [(rank, lo, hi) for rank, (lo, hi) in enumerate(pairwise(bounds)) if rank != self.rank]
         self.bytes_sent += flat.element_size() * sum(hi - lo for _, lo, hi in others)
-        if self._put_up(call) and call.direct:
+        if self._publish(call) and call.direct:
             call.chunks = [
-                (flat[lo:hi], self._view(call.places[rank], 0, lo, hi, flat.dtype)) for rank, lo, hi in others
+                (flat[lo:hi], self._view(call.locations[rank], 0, lo, hi, flat.dtype))
+                for rank, lo, hi in others
             ]
         if call.direct:
             for to, source in call.chunks:
                 to.copy_(source)
-            self._meeting.meet(call.name)
+            self._barrier.wait(call.name)
             return
         longest = max(hi - lo for lo, hi in pairwise(bounds))
         for half, step in zip(cycle((0, 1)), range(0, longest, piece)):
             starts = [lo + step for lo in bounds[:-1]]
-            places = self._staged_places(call, half, starts, 0, flat.element_size())
+            locations = self._staged_locations(call, half, starts, 0, flat.element_size())
             for rank, lo, hi in others:
                 lo, hi = lo + step, min(hi, lo + step + piece)
                 if lo < hi:
-                    flat[lo:hi].copy_(self._view(places[rank], 0, lo, hi, flat.dtype))
-            if call.place is STAGED:
+                    flat[lo:hi].copy_(self._view(locations[rank], 0, lo, hi, flat.dtype))
+            if call.location is STAGED:
                 self._fill(mine, 1 - half, starts[self.rank] + piece, piece)
-            self._meeting.meet(call.name)
+            self._barrier.wait(call.name)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        self._meeting.check()
-        memory, mail = self._segments[0].memory, self._layout.mail
-        call = Call(GATHER_BYTES, None, STAGED, WORDS.pack(GATHER_BYTES, 0, *STAGED, len(data)))
+        self._barrier.check()
+        memory, mailbox = self._segments[0].memory, self._layout.mailbox
+        call = Call(GATHER_BYTES, None, STAGED, HEADER.pack(GATHER_BYTES, 0, *STAGED, len(data)))
         lengths: list[int] = []
         messages = [bytearray() for _ in range(self.world_size)]
-        for done in count(0, MAIL):
+        for done in count(0, MAILBOX_BYTES):
             half = self._half()
-            piece = data[done : done + MAIL]
-            memory[mail(half, self.rank) : mail(half, self.rank) + len(piece)] = piece
+            piece = data[done : done + MAILBOX_BYTES]
+            memory[mailbox(half, self.rank) : mailbox(half, self.rank) + len(piece)] = piece
             if not lengths:
-                self._put_up(call)
-                lengths = [word[-1] for word in WORDS.iter_unpack(call.words)]
+                self._publish(call)
+                lengths = [length for *_, length in HEADER.iter_unpack(call.headers)]
                 self.bytes_sent += sum(lengths) - len(data)
             else:
-                self._meeting.meet(call.name)
+                self._barrier.wait(call.name)
             for rank, message in enumerate(messages):
-                start = mail(half, rank)
-                message += memory[start : start + min(MAIL, max(0, lengths[rank] - done))]
-            if done + MAIL >= max(lengths):
+                start = mailbox(half, rank)
+                message += memory[start : start + min(MAILBOX_BYTES, max(0, lengths[rank] - done))]
+            if done + MAILBOX_BYTES >= max(lengths):
                 return [bytes(message) for message in messages]
         raise AssertionError("unreachable")
 
     def close(self) -> None:
-        self._meeting.leave()
+        self._barrier.leave()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._segments[0].address)  # type: ignore[no-untyped-call]
             self._pinned = False
@@ -244,8 +258,8 @@ class ShmGroup(Group):
     def _call(
         self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order | None
     ) -> Call:
-        self._meeting.check()
-        # The order is named by its id; the call holds it, so that the id stays its own.
+        self._barrier.check()
+        # The key has the id of the order; the call keeps the order alive, so that its id is not reused.
         key = (operation, nodes.data_ptr(), nodes.shape, nodes.stride(), nodes.dtype, id(order), bounds)
         call = self._calls.get(key)
         if call is None:
@@ -256,46 +270,51 @@ class ShmGroup(Group):
             terms = order and (order.slots, order.bounds, self.wire)
             length = nodes.shape[-1]
             agreement = crc32(repr((length, nodes.dtype, bounds, terms)).encode())
-            place = self._place(nodes)
-            word = WORDS.pack(operation, agreement, *place, length)
-            call = Call(operation, order, place, word)
+            location = self._locate(nodes)
+            call = Call(operation, order, location, HEADER.pack(operation, agreement, *location, length))
             if len(self._calls) >= CALLS_KEPT:
                 self._calls.clear()
             self._calls[key] = call
         return call
 
     def _half(self) -> int:
-        return (self._meeting.turn + 1) & 1
+        return (self._barrier.turn + 1) & 1
 
-    def _put_up(self, call: Call) -> bool:
-        """Put up my word, meet, and read everyone's; true if they are not those of last time."""
+    def _publish(self, call: Call) -> bool:
+        """Publish this rank's header, wait, and read everyone's; whether they differ from those of last
+        time."""
         memory, half = self._segments[0].memory, self._half()
-        memory[self._layout.word(half, self.rank)] = call.word
-        self._meeting.meet(call.name)
-        words = memory[self._layout.words(half)]
-        if words == call.words:
+        memory[self._layout.header(half, self.rank)] = call.header
+        self._barrier.wait(call.name)
+        headers = memory[self._layout.headers(half)]
+        if headers == call.headers:
             return False
-        mine = WORDS.unpack(call.word)
-        call.places = []
-        for rank, (operation, agreement, *place, length) in enumerate(WORDS.iter_unpack(words)):
+        mine = HEADER.unpack(call.header)
+        call.locations = []
+        for rank, (operation, agreement, *location, length) in enumerate(HEADER.iter_unpack(headers)):
             if (operation, agreement) != mine[:2]:
-                self._meeting.failure = ProtocolError(
-                    f"rank {rank} is in {NAMES[operation]} of {length:,} and rank {self.rank} in {call.name} "
-                    f"of {mine[-1]:,}: all ranks must do the same, with the same bounds and order"
+                self._barrier.failure = ProtocolError(
+                    f"rank {rank} calls {OPERATIONS[operation]} of {length:,}, rank {self.rank} {call.name} "
+                    f"of {mine[-1]:,}: all ranks must call the same, with the same bounds and order"
                 )
-                raise self._meeting.failure
-            call.places.append(STAGED if place[0] < 0 else Place(*place))
-        call.words, call.direct = words, STAGED not in call.places
+                raise self._barrier.failure
+            call.locations.append(STAGED if location[0] < 0 else Location(*location))
+        call.headers, call.direct = headers, STAGED not in call.locations
         return True
 
     def _chunks(
-        self, places: list[Place], order: Order, dtype: torch.dtype, share: tuple[int, int], to: Iterable[int]
+        self,
+        locations: list[Location],
+        order: Order,
+        dtype: torch.dtype,
+        share: tuple[int, int],
+        to: Iterable[int],
     ) -> Iterator[Chunk]:
         """The leaves of each chunk of a share, then the first rows that the sum goes to."""
         lo, hi = share
-        leaves = [self._view(places[rank], row, lo, hi, dtype) for rank, row in order.leaves]
-        sums = [self._view(places[rank], 0, lo, hi, dtype) for rank in to]
-        size = max(1, CHUNK // dtype.itemsize // len(leaves))
+        leaves = [self._view(locations[rank], row, lo, hi, dtype) for rank, row in order.leaves]
+        sums = [self._view(locations[rank], 0, lo, hi, dtype) for rank in to]
+        size = max(1, CHUNK_BYTES // dtype.itemsize // len(leaves))
         return zip(*(torch.split(view, size) for view in leaves + sums), strict=True)
 
     def _sum(self, chunks: Iterable[Chunk], order: Order) -> None:
@@ -307,7 +326,7 @@ class ShmGroup(Group):
                 order.add_up(values)
                 total.copy_(values[0].bfloat16())
             else:
-                # Partial sums go aside: rows are left as they were, to be looked at if the sum is not finite.
+                # Partial sums get memory of their own: the rows tell later whose value was not finite.
                 for into, other in adds[:-1]:
                     values[into] = values[into] + values[other]
                 if adds:
@@ -320,32 +339,34 @@ class ShmGroup(Group):
     def _exact(self, dtype: torch.dtype) -> bool:
         return self.wire == "f32" or dtype != torch.float32
 
-    def _view(self, place: Place, row: int, lo: int, hi: int, dtype: torch.dtype) -> torch.Tensor:
-        start = place.offset + (row * place.stride + lo) * dtype.itemsize
-        return self._segments[place.segment].bytes[start : start + (hi - lo) * dtype.itemsize].view(dtype)
+    def _view(self, location: Location, row: int, lo: int, hi: int, dtype: torch.dtype) -> torch.Tensor:
+        start = location.offset + (row * location.stride + lo) * dtype.itemsize
+        return self._segments[location.segment].bytes[start : start + (hi - lo) * dtype.itemsize].view(dtype)
 
-    def _place(self, nodes: torch.Tensor) -> Place:
+    def _locate(self, nodes: torch.Tensor) -> Location:
         for number, segment in enumerate(self._segments):
             offset = nodes.data_ptr() - segment.address
             if 0 <= offset < segment.size and nodes.stride(-1) == 1:
-                return Place(number, offset, nodes.stride(0) if nodes.dim() > 1 else 0)
+                return Location(number, offset, nodes.stride(0) if nodes.dim() > 1 else 0)
         return STAGED
 
-    def _staged_places(
+    def _staged_locations(
         self, call: Call, half: int, starts: list[int], stride: int, itemsize: int
-    ) -> list[Place]:
-        """Everyone's places for a piece that starts at the given elements."""
+    ) -> list[Location]:
+        """Everyone's locations of a piece that starts at the given elements."""
         return [
-            Place(0, self._layout.stage(half, rank) - start * itemsize, stride) if place is STAGED else place
-            for rank, (place, start) in enumerate(zip(call.places, starts, strict=True))
+            Location(0, self._layout.stage(half, rank) - start * itemsize, stride)
+            if location is STAGED
+            else location
+            for rank, (location, start) in enumerate(zip(call.locations, starts, strict=True))
         ]
 
     def _fill(self, rows: list[torch.Tensor], half: int, start: int, piece: int) -> None:
-        """Copy the piece of my rows that starts at an element into my staging area."""
+        """Copy the piece of this rank's rows that starts at an element into its staging area."""
         for number, row in enumerate(rows):
             part = row[start : start + piece]
             at = self._layout.stage(half, self.rank) + number * piece * row.element_size()
-            self._view(Place(0, at, 0), 0, 0, part.numel(), row.dtype).copy_(part)
+            self._view(Location(0, at, 0), 0, 0, part.numel(), row.dtype).copy_(part)
 
     def _pin(self) -> None:
         """Let the GPU copy straight to and from the staging areas."""
@@ -356,12 +377,12 @@ class ShmGroup(Group):
             self._pinned = True
 
 
-def _piece(nodes: torch.Tensor, order: Order) -> int:
+def _piece_elements(nodes: torch.Tensor, order: Order) -> int:
     """How many elements of each row are staged at a time."""
-    return STAGE // nodes.element_size() // max(1, *(len(own) for own in order.nodes))
+    return STAGE_BYTES // nodes.element_size() // max(1, *(len(own) for own in order.nodes))
 
 
 def _unavailable(cause: str) -> UserError:
     return UserError(
-        "transport 'shm' cannot reach every worker", cause, "choose group.transport star, ring or torch"
+        "transport 'shm' cannot connect these workers", cause, "choose group.transport star, ring or torch"
     )

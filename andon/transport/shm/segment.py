@@ -1,9 +1,9 @@
 """Memory that every rank of one machine maps.
 
-A segment has no name: it is a memfd of rank 0 that the others open through /proc, so no exit, not even kill
--9, can leave one behind. The first segment of a group begins with what the ranks need to meet and to talk:
-the lines of `andon.transport.shm.barrier`, then for each of two *halves* (used in turn, so that a fast rank
-does not overwrite what a slow one still reads) a word, a mailbox and a staging area per rank.
+A segment has no name: it is a memfd of rank 0 that the others open through /proc, so that no exit, not even
+kill -9, can leave one behind. The first segment of a group begins with the lines of the barrier
+(`andon.transport.shm.barrier`); then, for each of two *halves*, it has a header, a mailbox and a staging area
+per rank. The halves are used in turn, so that a fast rank does not overwrite what a slow one still reads.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import torch
 from andon.transport.base import PeerLost
 from andon.transport.shm.barrier import lines_size
 
-PAGE: Final = 4096
-WORD: Final = 64
-MAIL: Final = 64 << 10  # bytes of a small message that are exchanged at one meeting
-STAGE: Final = 1 << 20  # bytes of one staging area
+PAGE_BYTES: Final = 4096
+HEADER_BYTES: Final = 64
+MAILBOX_BYTES: Final = 64 << 10
+"""Bytes of a small message that are exchanged per barrier."""
+STAGE_BYTES: Final = 1 << 20
 
 
 class Segment:
-    """A mapped segment; it lives until the last tensor in it is gone."""
+    """A mapped segment; it is unmapped when the last tensor in it is gone."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.memory = mmap.mmap(descriptor, size)
@@ -35,7 +36,7 @@ class Segment:
 
     @classmethod
     def of_rank_0(cls, rank: int, processes: Sequence[int], descriptor: int, size: int) -> Segment:
-        """Map what rank 0 holds under a descriptor."""
+        """Map the memory that rank 0 has under a file descriptor."""
         if rank == 0:
             return cls(descriptor, size)
         try:
@@ -48,47 +49,47 @@ class Segment:
             os.close(mine)
 
 
-class Layout:
-    """Where things lie in the first segment of a group."""
+class SegmentLayout:
+    """Where things lie in the first segment of a group, as offsets in bytes."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.words_at = lines_size(world_size)
-        self.mail_at = _pages(self.words_at + 2 * world_size * WORD)
-        self.stage_at = _pages(self.mail_at + 2 * world_size * MAIL)
-        self.size = self.stage_at + 2 * world_size * STAGE
+        self.headers_at = lines_size(world_size)
+        self.mailboxes_at = _pages(self.headers_at + 2 * world_size * HEADER_BYTES)
+        self.stages_at = _pages(self.mailboxes_at + 2 * world_size * MAILBOX_BYTES)
+        self.size = self.stages_at + 2 * world_size * STAGE_BYTES
 
-    def words(self, half: int) -> slice:
-        """The words of all ranks."""
-        start = self.words_at + half * self.world_size * WORD
-        return slice(start, start + self.world_size * WORD)
+    def headers(self, half: int) -> slice:
+        """The headers of all ranks."""
+        start = self.headers_at + half * self.world_size * HEADER_BYTES
+        return slice(start, start + self.world_size * HEADER_BYTES)
 
-    def word(self, half: int, rank: int) -> slice:
-        """The word of a rank."""
-        start = self.words_at + (half * self.world_size + rank) * WORD
-        return slice(start, start + WORD)
+    def header(self, half: int, rank: int) -> slice:
+        """The header of a rank."""
+        start = self.headers_at + (half * self.world_size + rank) * HEADER_BYTES
+        return slice(start, start + HEADER_BYTES)
 
-    def mail(self, half: int, rank: int) -> int:
+    def mailbox(self, half: int, rank: int) -> int:
         """Where a rank's mailbox starts."""
-        return self.mail_at + (half * self.world_size + rank) * MAIL
+        return self.mailboxes_at + (half * self.world_size + rank) * MAILBOX_BYTES
 
     def stage(self, half: int, rank: int) -> int:
         """Where a rank's staging area starts."""
-        return self.stage_at + (half * self.world_size + rank) * STAGE
+        return self.stages_at + (half * self.world_size + rank) * STAGE_BYTES
 
 
 def new_memory(size: int) -> int:
-    """A descriptor of fresh zeroed memory."""
+    """A file descriptor of new, zeroed memory."""
     descriptor = os.memfd_create("andon", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size)
     return descriptor
 
 
 def machine() -> str:
-    """The same for two processes exactly if they can share memory this way."""
+    """Equal for two processes exactly if they can share memory this way."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def _pages(size: int) -> int:
-    return -(-size // PAGE) * PAGE
+    return -(-size // PAGE_BYTES) * PAGE_BYTES

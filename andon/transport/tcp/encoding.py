@@ -1,122 +1,173 @@
-"""The forms in which values travel over a network: as they are, or rounded to bf16."""
+"""How values travel over a network: with their own bits, or rounded to bf16; and the arithmetic on arrival.
+
+All arithmetic runs on one thread. A transport works in the background of a computation that has the cores; a
+torch operation on many elements would wake torch's other threads and wait for all of them, which on busy
+cores takes longer than the work itself. numpy has no threads, and torch stays on one below GRAIN elements.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
 import torch
 
 from andon.transport.base import Wire
-from andon.transport.tcp import arithmetic as serial
+from andon.transport.tcp.frames import Floats
 
 Span = tuple[int, int]
-"""From this element to that one."""
+"""From this element up to that one."""
 
-PIECE: Final = 1 << 18
+PIECE_ELEMENTS: Final = 1 << 18
 """Elements of f32 that are moved and added at once; in a ring twice as many of bf16."""
-STRETCH: Final = 2
-"""Pieces in a stretch of a ring (see `andon.transport.tcp.ring_schedule`)."""
-SLOTS: Final = 2 * STRETCH + 2
-"""Pieces that can wait to be passed on. More than a stretch waits only at a rank whose left neighbour is
-ahead of it, and in a ring not everyone can be behind; so the ring never stands still with all slots full."""
+TILE_PIECES: Final = 2
+"""Pieces of each chunk in a tile of a ring (see `andon.transport.tcp.ring_schedule`)."""
+BUFFERS: Final = 2 * TILE_PIECES + 2
+"""Pieces that can wait to be passed on. More than a tile's waits only at a rank whose left neighbour is ahead
+of it, and in a ring not everyone can be behind, so the ring never stops with all buffers full."""
+GRAIN: Final = 32_000
+"""Elements below which torch does not start its other threads."""
 
 
-def arithmetic() -> ModuleType:
-    """The arithmetic of bf16: imported when it is needed, for it is compiled then."""
-    from andon.transport.tcp import rounding
+def add(into: Floats, other: Floats) -> None:
+    """Add in place. An overflow is found when the sums are checked; numpy need not warn of it."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(into, other, out=into)
 
-    return rounding
+
+def add_up(adds: Sequence[tuple[int, int]], leaves: Sequence[Floats]) -> None:
+    """`Order.add_up` on arrays."""
+    for into, other in adds:
+        add(leaves[into], leaves[other])
+
+
+def convert(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy values into another type; f32 becomes bf16 by rounding to nearest, ties to even."""
+    if torch.get_num_threads() == 1:
+        target.copy_(source)
+        return
+    for at in range(0, len(target), GRAIN):
+        target[at : at + GRAIN].copy_(source[at : at + GRAIN])
+
+
+def add_bf16(into: torch.Tensor, other: torch.Tensor) -> None:
+    """Add bf16 to bf16 in place: torch adds in f32 and rounds the sum."""
+    if torch.get_num_threads() == 1:
+        into.add_(other)
+        return
+    for at in range(0, len(into), GRAIN):
+        into[at : at + GRAIN].add_(other[at : at + GRAIN])
+
+
+@contextmanager
+def on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor itself; for one on a GPU a pinned copy, whose first row is copied back at the end."""
+    if tensor.device.type == "cpu":
+        if tensor.numel() and tensor.stride(-1) != 1:
+            raise ValueError("the elements of a row must be contiguous to be exchanged")
+        yield tensor
+        return
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    yield host
+    (tensor if tensor.dim() == 1 else tensor[0]).copy_(host if host.dim() == 1 else host[0])
 
 
 class Scratch:
-    """The buffers that the forms need: slots for bf16, which serve as one large buffer for f32."""
+    """Memory for arriving pieces: one large buffer for f32; for bf16, BUFFERS pieces that wait to be passed
+    on and two more, for a piece of this rank's own that leaves and for one that is added."""
 
     def __init__(self) -> None:
-        self.array = np.empty((SLOTS + 1) * 4 * PIECE, np.uint8)
+        memory = torch.empty((BUFFERS + 2) * 4 * PIECE_ELEMENTS, dtype=torch.uint8)
+        self.array = memory.numpy()
         self.bytes = self.array.data
-        self.slots = list(self.array.view(np.uint16).reshape(SLOTS + 1, 2 * PIECE))
-        self.slot_bytes: list[memoryview] = [slot.view(np.uint8).data for slot in self.slots]
+        self.pieces: list[torch.Tensor] = list(
+            memory.view(torch.bfloat16).view(BUFFERS + 2, 2 * PIECE_ELEMENTS)
+        )
+        self.piece_bytes: list[memoryview] = [one.view(torch.uint8).numpy().data for one in self.pieces]
 
 
-class Exact:
-    """Values travel as they are: sent from where they lie, and received there when nothing is to be added."""
+class F32:
+    """Values travel with their own bits, whatever their type: they are sent from where they lie, and received
+    there when nothing is to be added. Only f32 is added."""
 
-    slotted = False
+    waits_in_buffer = False
 
     def __init__(self, flat: torch.Tensor, scratch: Scratch) -> None:
         self.kind = str(flat.dtype).removeprefix("torch.")
         self.count, self.item_size = flat.numel(), flat.element_size()
-        self.step = 4 * PIECE // self.item_size
+        self.step = 4 * PIECE_ELEMENTS // self.item_size
         self._array = flat.view(torch.uint8).numpy()
         self._bytes = self._array.data
         self._scratch = scratch
 
     def outgoing(self, span: Span, source: int) -> memoryview:
-        """The bytes of a piece that leaves; `source` is which arrived piece it was (-1: my own)."""
+        """The bytes of a piece to send; `source` is the index with which it arrived (-1: this rank's own)."""
         return self._bytes[span[0] * self.item_size : span[1] * self.item_size]
 
-    def incoming(self, span: Span, index: int, add: bool) -> memoryview:
-        """Where the piece with this index can arrive."""
-        return self._scratch.bytes[: 4 * (span[1] - span[0])] if add else self.outgoing(span, index)
+    def incoming(self, span: Span, index: int, adds: bool) -> memoryview:
+        """Where the piece with this index is to be received."""
+        return self._scratch.bytes[: 4 * (span[1] - span[0])] if adds else self.outgoing(span, index)
 
-    def arrived(self, span: Span, index: int, add: bool, final: bool) -> None:
-        """The piece is there: add it to my values, or keep it; `final`: the sum is complete."""
-        if add:
+    def arrived(self, span: Span, index: int, adds: bool, final: bool) -> None:
+        """Add a received piece to this rank's values, or keep it; `final`: the sum is complete."""
+        if adds:
             mine = self._array[4 * span[0] : 4 * span[1]].view(np.float32)
-            serial.add(mine, self._scratch.array[: mine.nbytes].view(np.float32))
+            add(mine, self._scratch.array[: mine.nbytes].view(np.float32))
 
-    def alone(self) -> None:
-        """Nothing travels: a ring of one."""
+    def round(self) -> None:
+        """The sum of a ring of one rank: nothing to round."""
 
 
-class Rounded:
-    """Values travel as bf16. A piece stays in its slot from arrival until it is passed on, so that nothing
+class Bf16:
+    """Values travel as bf16. A piece stays in its buffer from arrival until it is passed on, so that nothing
     is converted twice."""
 
     kind = "bf16"
     item_size = 2
-    slotted = True
+    waits_in_buffer = True
 
     def __init__(self, flat: torch.Tensor, scratch: Scratch) -> None:
-        self.count, self.step = flat.numel(), 2 * PIECE
-        self._values, self._arithmetic = flat.numpy(), arithmetic()
-        self._slots, self._bytes = scratch.slots, scratch.slot_bytes
+        self.count, self.step = flat.numel(), 2 * PIECE_ELEMENTS
+        self._values = flat
+        self._pieces, self._bytes = scratch.pieces, scratch.piece_bytes
 
     def outgoing(self, span: Span, source: int) -> memoryview:
-        """The bytes of a piece that leaves; `source` is which arrived piece it was (-1: my own)."""
+        """The bytes of a piece to send; `source` is the index with which it arrived (-1: this rank's own)."""
         size = span[1] - span[0]
         if source >= 0:
-            return self._bytes[source % SLOTS][: 2 * size]
-        self._arithmetic.round_off(self._values[span[0] : span[1]], self._slots[SLOTS][:size])
-        return self._bytes[SLOTS][: 2 * size]
+            return self._bytes[source % BUFFERS][: 2 * size]
+        convert(self._piece(BUFFERS, size), self._values[span[0] : span[1]])
+        return self._bytes[BUFFERS][: 2 * size]
 
-    def incoming(self, span: Span, index: int, add: bool) -> memoryview:
-        """Where the piece with this index can arrive."""
-        return self._bytes[index % SLOTS][: 2 * (span[1] - span[0])]
+    def incoming(self, span: Span, index: int, adds: bool) -> memoryview:
+        """Where the piece with this index is to be received."""
+        return self._bytes[index % BUFFERS][: 2 * (span[1] - span[0])]
 
-    def arrived(self, span: Span, index: int, add: bool, final: bool) -> None:
-        """The piece is there: add my values to it, or keep it; `final`: the sum is complete."""
-        piece, mine = self._slots[index % SLOTS][: span[1] - span[0]], self._values[span[0] : span[1]]
-        if final:
-            self._arithmetic.add_to_both(piece, mine)
-        elif add:
-            self._arithmetic.add(piece, mine)
-        else:
-            self._arithmetic.widen(piece, mine)
+    def arrived(self, span: Span, index: int, adds: bool, final: bool) -> None:
+        """Add this rank's rounded values to a received piece, or keep it; `final`: the sum is complete."""
+        size = span[1] - span[0]
+        piece, mine = self._piece(index % BUFFERS, size), self._values[span[0] : span[1]]
+        if adds:
+            rounded = self._piece(BUFFERS + 1, size)
+            convert(rounded, mine)
+            add_bf16(piece, rounded)
+        if final or not adds:
+            convert(mine, piece)
 
-    def alone(self) -> None:
-        """Nothing travels: a ring of one, whose sum is rounded all the same."""
-        self._arithmetic.round_in_place(self._values)
+    def round(self) -> None:
+        """The sum of a ring of one rank is rounded like any other."""
+        self._values.copy_(self._values.bfloat16())
+
+    def _piece(self, index: int, size: int) -> torch.Tensor:
+        piece = self._pieces[index]
+        return piece if size == len(piece) else piece[:size]
 
 
-Form = Exact | Rounded
+Encoding = F32 | Bf16
 
 
-def form_for(wire: Wire) -> type[Exact] | type[Rounded]:
-    """How gradients travel; compiled now rather than while others wait for the first of them."""
-    if wire == "f32":
-        return Exact
-    arithmetic()
-    return Rounded
+def encoding_for(wire: Wire) -> type[F32] | type[Bf16]:
+    """How gradients travel."""
+    return F32 if wire == "f32" else Bf16

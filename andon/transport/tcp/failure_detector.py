@@ -1,11 +1,11 @@
-"""The watch: how every rank learns who failed, and that it was that one and no other.
+"""The failure detector: all ranks learn which peer failed, and agree on that one.
 
-Beside the connections that carry data, each pair of peers keeps a *watch link* on which a small thread says
-"I am alive and have begun so many operations" a few times per timeout. A killed process closes its links, so
-everyone sees it go at once. A stopped one falls silent; a slow one has begun fewer operations than the rest.
-Whoever notices a failure first makes it the *verdict* and tells the others before it leaves; the first
-verdict stands, and it *cuts* the data connections, which wakes a rank that waits for data. So a rank that
-merely waits for someone who waits is never blamed.
+Besides the connections for data, each pair of peers has a *heartbeat link*. A background thread sends "I am
+alive and have begun so many operations" on every link a few times per timeout. The link of a killed process
+is closed, so its peers notice at once; a stopped process falls silent; a slow one has begun fewer operations
+than the others. The rank that notices a failure first publishes it as the *verdict* on all its links, before
+it leaves. The first verdict stands, and it shuts down the data connections, which wakes a rank that waits for
+data. So a rank that merely waits for another one that waits is never blamed.
 """
 
 from __future__ import annotations
@@ -14,21 +14,29 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
-from andon.transport.tcp.frames import LENGTH, Alive, Broken, Leaving, Message, decode, frame
-from andon.transport.tcp.stream import Flow, FlowBroken, FlowStalled, run
+from andon.transport.tcp.frames import Alive, Broken, Leaving, Message, decode, frame
+from andon.transport.tcp.stream import (
+    MessageReader,
+    Stream,
+    StreamBroken,
+    StreamRefused,
+    StreamStalled,
+    move_all,
+    read_frame,
+)
 
-LONGEST: Final = 1 << 16
+LONGEST_MESSAGE: Final = 1 << 16
 GRACE: Final = 0.5
-"""How long a failed data connection waits for the watch to say who is to blame."""
+"""Seconds that a failed data connection waits for a verdict from a peer."""
 
 
-class Watch:
-    """Watches the peers of one rank; `links` has a connection for each of them, `data` is what to cut."""
+class FailureDetector:
+    """The detector of one rank: `links` has the heartbeat link of each peer, `data` its data connections."""
 
     def __init__(
         self, links: Mapping[int, socket.socket], data: Sequence[socket.socket], timeout: float
@@ -39,106 +47,111 @@ class Watch:
         self._closed = False
         self._begun = dict.fromkeys(links, 0)
         self._heard = dict.fromkeys(links, time.monotonic())
-        self._unread = {peer: bytearray() for peer in links}
+        self._readers = {
+            peer: MessageReader(link, peer, self._handle_messages(peer)) for peer, link in links.items()
+        }
         self._left: set[int] = set()
         self._verdict: Broken | None = None
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
-        self._wake, waker = socket.socketpair()
-        self._selector.register(waker, selectors.EVENT_READ, None)
+        self._stop, self._stopped = socket.socketpair()
+        self._selector.register(self._stopped, selectors.EVENT_READ, None)
         for peer, link in self._links.items():
             link.setblocking(False)
             self._selector.register(link, selectors.EVENT_READ, peer)
-        self._waker = waker
-        self._thread = threading.Thread(target=self._run, name="andon-watch", daemon=True)
+        self._thread = threading.Thread(target=self._send_and_listen, name="andon-heartbeat", daemon=True)
         self._thread.start()
 
-    def carry(self, flows: Sequence[Flow], operation: str, patience: float = 0.0) -> None:
-        """Run the flows of an operation; if they fail, blame the right peer."""
+    def run(self, streams: Sequence[Stream], operation: str, patience: float = 0.0) -> None:
+        """Move the streams of an operation; if they fail, raise an error that names the right peer."""
         started = time.monotonic()
         try:
-            run(flows, self.timeout)
-        except FlowBroken as broken:
-            raise self.lost(
-                broken.flow.peer, operation, time.monotonic() - started, broken.detail
-            ) from broken
-        except FlowStalled as stall:
-            raise self.stalled(stall.flow.peer, operation, patience) from stall
+            move_all(streams, self.timeout)
+        except StreamBroken as broken:
+            seconds = time.monotonic() - started
+            raise self.lost(broken.stream.peer, operation, seconds, broken.detail) from broken
+        except StreamStalled as stall:
+            raise self.stalled(stall.stream.peer, operation, patience) from stall
+        except StreamRefused as refused:
+            raise self.refuse(refused.stream.peer, refused.detail, operation) from refused
 
     def begin(self, operation: str) -> None:
-        """An operation begins; raises if the group is broken already."""
+        """Count an operation that begins; raises if the group is broken already."""
         self._operations += 1
         if self._verdict:
             raise self._error(self._verdict, operation, 0.0)
 
     def lost(self, peer: int, operation: str, seconds: float, detail: str) -> GroupError:
-        """What to raise when the data connection to a peer failed."""
+        """The error to raise when the data connection to a peer failed."""
         if self.has_left(peer):
             detail = "it left the group"
-        return self._settle(Broken("lost", peer, detail), operation, seconds)
+        return self.publish_verdict(Broken("lost", peer, detail), operation, seconds)
 
     def has_left(self, peer: int) -> bool:
         """Whether a peer whose connection ended left on purpose, and the group is not broken."""
-        with self._news:
-            self._news.wait_for(lambda: self._verdict or peer in self._left, GRACE)
+        with self._changed:
+            self._changed.wait_for(lambda: self._verdict or peer in self._left, GRACE)
             return peer in self._left and not self._verdict
 
     def stalled(self, peer: int, operation: str, patience: float = 0.0) -> GroupError:
-        """What to raise when nothing moved for the timeout while waiting for a peer.
+        """The error to raise when nothing moved for the timeout while waiting for a peer.
 
-        With patience, a peer that does answer is given that long to say whom it waits for itself."""
+        A peer that still sends heartbeats gets `patience` seconds to publish for whom it waits itself."""
         now = time.monotonic()
         silent = max(self._links, key=lambda rank: now - self._heard[rank])
         slowest = min(self._links, key=lambda rank: self._begun[rank])
         if now - self._heard[silent] > self.timeout / 2:
             verdict = Broken("stalled", silent, "it does not answer")
-        elif self._await_verdict(patience) and self._verdict:
+        elif self._wait_for_verdict(patience) and self._verdict:
             verdict = self._verdict
         elif self._begun[slowest] < self._operations:
             verdict = Broken("stalled", slowest, "it has not begun the operation")
         else:
             verdict = Broken("stalled", peer, "")
-        return self._settle(verdict, operation, self.timeout)
+        return self.publish_verdict(verdict, operation, self.timeout)
 
     def refuse(self, peer: int, detail: str, operation: str) -> GroupError:
-        """What to raise when a peer broke the protocol."""
-        return self._settle(Broken("protocol", peer, detail), operation, 0.0)
+        """The error to raise when a peer broke the protocol."""
+        return self.publish_verdict(Broken("protocol", peer, detail), operation, 0.0)
+
+    def publish_verdict(self, verdict: Broken, operation: str, seconds: float) -> GroupError:
+        """Make a failure the verdict unless there is one, tell all peers, and give the error to raise."""
+        with self._changed:
+            first = self._verdict is None
+            if first:
+                # Send before setting it: a rank that sees the verdict may leave, and peers that see it leave
+                # before they see the verdict would blame it.
+                self._send_to_all(verdict)
+                self._verdict = verdict
+            published = self._verdict or verdict
+            self._changed.notify_all()
+        if first:
+            for sock in self._data:
+                with suppress(OSError):  # the peer may have closed it first
+                    sock.shutdown(socket.SHUT_RDWR)
+        return self._error(published, operation, seconds)
 
     @property
     def peers(self) -> list[int]:
-        """Everyone whom this rank watches."""
+        """The ranks that have a heartbeat link to this one."""
         return list(self._links)
 
     def close(self) -> None:
-        """Tell the peers that this is a departure, not a failure, and stop; safe to call twice."""
+        """Tell the peers that this rank leaves on purpose, and stop; safe to call twice."""
         if self._closed:
             return
         self._closed = True
-        self._tell(Leaving())
-        self._wake.close()
+        self._send_to_all(Leaving())
+        self._stop.close()
         self._thread.join()
         self._selector.close()
-        self._waker.close()
+        self._stopped.close()
         for link in self._links.values():
             link.close()
 
-    def _await_verdict(self, seconds: float) -> bool:
-        with self._news:
-            return bool(self._news.wait_for(lambda: self._verdict, seconds))
-
-    def _settle(self, verdict: Broken, operation: str, seconds: float) -> GroupError:
-        with self._news:
-            first = self._verdict is None
-            if first:
-                # Told before it can be seen: whoever sees it may leave, and that must not be heard first.
-                self._tell(verdict)
-                self._verdict = verdict
-            settled = self._verdict or verdict
-            self._news.notify_all()
-        if first:
-            for sock in self._data:
-                _cut(sock)
-        return self._error(settled, operation, seconds)
+    def _wait_for_verdict(self, seconds: float) -> bool:
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._verdict, seconds))
 
     def _error(self, verdict: Broken, operation: str, seconds: float) -> GroupError:
         if verdict.cause == "lost":
@@ -147,75 +160,48 @@ class Watch:
             return GroupTimeout(verdict.rank, operation, seconds or self.timeout, verdict.detail)
         return ProtocolError(f"rank {verdict.rank} broke the protocol in {operation}: {verdict.detail}")
 
-    def _tell(self, message: Message) -> None:
+    def _send_to_all(self, message: Message) -> None:
         data = frame(message)
         for link in self._links.values():
-            # A link that takes no more is that of a silent peer; of one that failed the reading side learns.
+            # A link whose buffer is full belongs to a silent peer; a broken one is noticed when it is read.
             with suppress(OSError):
                 link.send(data)
 
-    def _run(self) -> None:
+    def _send_and_listen(self) -> None:
         period = min(1.0, self.timeout / 5)
-        beat = 0.0
+        next_heartbeat = 0.0
         while True:
             now = time.monotonic()
-            if now >= beat:
-                self._tell(Alive(self._operations))
-                beat = now + period
-            for key, _ in self._selector.select(beat - now):
+            if now >= next_heartbeat:
+                self._send_to_all(Alive(self._operations))
+                next_heartbeat = now + period
+            for key, _ in self._selector.select(next_heartbeat - now):
                 if key.data is None:
                     return
                 self._listen(key.data)
 
     def _listen(self, peer: int) -> None:
         try:
-            data = self._links[peer].recv(LONGEST)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
+            while self._readers[peer].move():
+                self._heard[peer] = time.monotonic()
+        except StreamRefused as refused:
+            self._selector.unregister(self._links[peer])
+            self.publish_verdict(Broken("protocol", peer, refused.detail), "a heartbeat", 0.0)
+        except StreamBroken:
             self._selector.unregister(self._links[peer])
             if peer not in self._left:
-                self._settle(Broken("lost", peer, "its connection was closed"), "watch", 0.0)
-            return
-        self._heard[peer] = time.monotonic()
-        self._unread[peer] += data
-        try:
-            for message in _messages(self._unread[peer]):
-                self._hear(peer, message)
-        except ProtocolError as error:
-            self._selector.unregister(self._links[peer])
-            self._settle(Broken("protocol", peer, str(error)), "watch", 0.0)
+                self.publish_verdict(Broken("lost", peer, "its connection was closed"), "a heartbeat", 0.0)
 
-    def _hear(self, peer: int, message: Message) -> None:
-        if isinstance(message, Alive):
-            self._begun[peer] = message.operations
-        elif isinstance(message, Leaving):
-            with self._news:
-                self._left.add(peer)
-                self._news.notify_all()
-        elif isinstance(message, Broken):
-            self._settle(message, "watch", 0.0)
-        else:
-            raise ProtocolError(f"a watch link is not for {type(message).__name__}")
-
-
-def _messages(unread: bytearray) -> list[Message]:
-    """Take the complete frames out of what was received."""
-    messages = []
-    while len(unread) >= LENGTH.size:
-        (length,) = LENGTH.unpack_from(unread)
-        if not 1 <= length <= LONGEST:
-            raise ProtocolError(f"a frame of {length:,} bytes on a watch link")
-        if len(unread) < LENGTH.size + length:
-            break
-        messages.append(decode(bytes(unread[LENGTH.size : LENGTH.size + length])))
-        del unread[: LENGTH.size + length]
-    return messages
-
-
-def _cut(sock: socket.socket) -> None:
-    """End a connection without closing it, so that whoever waits for it wakes up."""
-    with suppress(OSError):  # the peer may have been faster
-        sock.shutdown(socket.SHUT_RDWR)
+    def _handle_messages(self, peer: int) -> Generator[memoryview, None, None]:
+        while True:
+            message = decode((yield from read_frame(LONGEST_MESSAGE)))
+            if isinstance(message, Alive):
+                self._begun[peer] = message.operations
+            elif isinstance(message, Leaving):
+                with self._changed:
+                    self._left.add(peer)
+                    self._changed.notify_all()
+            elif isinstance(message, Broken):
+                self.publish_verdict(message, "a heartbeat", 0.0)
+            else:
+                raise ProtocolError(f"{type(message).__name__} does not belong on a heartbeat link")

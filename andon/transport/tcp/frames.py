@@ -1,12 +1,13 @@
-"""The messages of the wire, byte for byte (C-WIRE-002).
+"""Frames, the codec of messages, and the transports' own messages.
 
 A *frame* is a big-endian u32 length and that many bytes of payload. A *payload* is one tag byte and then the
 fields of the message, little-endian, without padding: `str` is a u32 byte count and UTF-8, `f32[]` a u64
-element count and the floats, `u32[]` and `u64[]` a u32 count and the numbers. Tags below 0x10 are version 2,
-which others speak too; 0x10 belongs to the coordinator; 0x20 and above are the transports' own.
+element count and the floats, `u32[]` and `u64[]` a u32 count and the numbers. Tags below 0x10 are wire
+version 2 (`andon.protocol2.messages`), 0x10 is the coordinator's (`andon.cluster.control`), 0x20 and above
+are here.
 
-Decoding believes nothing: a count is held against the bytes that are there before anything is allocated, and
-a payload must be used up exactly. Floats are views of the payload, not copies.
+Decoding trusts nothing: a count is compared with the bytes that are there before anything is allocated, and
+the fields must fill the payload exactly. Floats are views of the payload, not copies.
 """
 
 from __future__ import annotations
@@ -25,12 +26,10 @@ from andon.transport.base import ProtocolError
 
 Buffer = bytes | bytearray | memoryview
 Floats = npt.NDArray[np.float32]
-Halves = npt.NDArray[np.uint16]
-"""bf16 numbers."""
 
 MAX_FRAME: Final = 100_000_000
 LENGTH: Final = struct.Struct(">I")
-_NUMBERS: Final = {
+NUMBERS: Final = {
     "u8": struct.Struct("<B"),
     "u32": struct.Struct("<I"),
     "i32": struct.Struct("<i"),
@@ -48,131 +47,23 @@ class Message:
 
 
 M = TypeVar("M", bound=type[Message])
-_BY_TAG: Final[dict[int, type[Message]]] = {}
+Protocol = dict[int, type[Message]]
+"""The messages that a connection may carry, by tag."""
+TRANSPORT: Final[Protocol] = {}
 
 
-def _message(tag: int, *layout: str) -> Callable[[M], M]:
+def message(protocol: Protocol, tag: int, *layout: str) -> Callable[[M], M]:
+    """A decorator that makes a dataclass a message of a protocol."""
+
     def register(cls: M) -> M:
         cls.tag, cls.layout = tag, layout
-        _BY_TAG[tag] = cls
+        protocol[tag] = cls
         return cls
 
     return register
 
 
-@_message(0x01, "str", "u32", "str")
-@dataclass(frozen=True)
-class JoinRequest(Message):
-    """Worker: "I am `node_id`, with so many GPUs. May I join?" """
-
-    node_id: str
-    gpu_count: int
-    backend: str
-
-
-@_message(0x02, "u32", "u32")
-@dataclass(frozen=True)
-class JoinAccepted(Message):
-    """Server: "Welcome. You are number `worker_id` of `total_workers`." """
-
-    worker_id: int
-    total_workers: int
-
-
-@_message(0x03, "u64", "u64", "u64")
-@dataclass(frozen=True)
-class ShardAssignment(Message):
-    """Server: "In this step, work on samples `shard_start` up to `shard_end`." """
-
-    step: int
-    shard_start: int
-    shard_end: int
-
-
-@_message(0x04, "u64", "u32", "f32[]", "f32", "u64", "u64")
-@dataclass(frozen=True, eq=False)
-class GradientPayload(Message):
-    """Worker: "Here is my whole gradient of the step, my loss, and how many of `total` I got right." """
-
-    step: int
-    worker_id: int
-    gradients: Floats
-    loss: float
-    correct: int
-    total: int
-
-
-@_message(0x05, "u64", "f32[]", "f32")
-@dataclass(frozen=True, eq=False)
-class AveragedGradient(Message):
-    """Server: "This is the mean of everyone's gradient, and the loss over all samples." """
-
-    step: int
-    gradients: Floats
-    global_loss: float
-
-
-@_message(0x06, "str", "u64")
-@dataclass(frozen=True)
-class Heartbeat(Message):
-    """Either: "I am still here." """
-
-    node_id: str
-    timestamp_ms: int
-
-
-@_message(0x07)
-@dataclass(frozen=True)
-class Shutdown(Message):
-    """Server: "We are done. Goodbye." """
-
-
-@_message(0x08, "u64", "u32", "u32", "u32", "u32[]", "f32[]")
-@dataclass(frozen=True, eq=False)
-class BlockGradientPayload(Message):
-    """Worker: "Here is my gradient of one block, its components laid end to end in these sizes." """
-
-    step: int
-    worker_id: int
-    block_idx: int
-    num_blocks: int
-    component_sizes: tuple[int, ...]
-    gradients: Floats
-
-
-@_message(0x09, "u64", "u32", "u32[]", "f32[]")
-@dataclass(frozen=True, eq=False)
-class AveragedBlockGradient(Message):
-    """Server: "This is the mean gradient of that block, in the same sizes." """
-
-    step: int
-    block_idx: int
-    component_sizes: tuple[int, ...]
-    gradients: Floats
-
-
-@_message(0x0A, "u64", "u32", "u8", "f32[]")
-@dataclass(frozen=True, eq=False)
-class NonBlockGradientPayload(Message):
-    """Worker: "Here is my gradient of the LM head (0), the final norm (1) or the embedding (2)." """
-
-    step: int
-    worker_id: int
-    component: int
-    gradients: Floats
-
-
-@_message(0x0B, "u64", "u8", "f32[]")
-@dataclass(frozen=True, eq=False)
-class AveragedNonBlockGradient(Message):
-    """Server: "This is the mean gradient of that component." """
-
-    step: int
-    component: int
-    gradients: Floats
-
-
-@_message(0x20, "u32", "u32", "str", "str")
+@message(TRANSPORT, 0x20, "u32", "u32", "str", "str")
 @dataclass(frozen=True)
 class Hello(Message):
     """Peer: "I am `rank` of `world_size`; this connection is for `channel`. You gave me this token." """
@@ -183,11 +74,11 @@ class Hello(Message):
     token: str
 
 
-@_message(0x21, "str", "u64", "str", "u64[]", "u64", "u64[]")
+@message(TRANSPORT, 0x21, "str", "u64", "str", "u64[]", "u64", "u64[]")
 @dataclass(frozen=True)
 class Operation(Message):
     """Peer: "I begin this collective: so many elements of this kind, cut at these bounds, summed over this
-    many slots shared out like this. My bytes follow, without further frames; there can be any number." """
+    many slots, shared out like this. My bytes follow without further frames; there can be any number." """
 
     name: str
     count: int
@@ -197,7 +88,7 @@ class Operation(Message):
     shares: tuple[int, ...]
 
 
-@_message(0x22, "u64")
+@message(TRANSPORT, 0x22, "u64")
 @dataclass(frozen=True)
 class Alive(Message):
     """Peer: "I am here, and have begun so many operations." """
@@ -205,7 +96,7 @@ class Alive(Message):
     operations: int
 
 
-@_message(0x23, "str", "i32", "str")
+@message(TRANSPORT, 0x23, "str", "i32", "str")
 @dataclass(frozen=True)
 class Broken(Message):
     """Peer: "The group is broken: rank `rank` was lost, stalled, or broke the protocol." """
@@ -215,14 +106,14 @@ class Broken(Message):
     detail: str
 
 
-@_message(0x24)
+@message(TRANSPORT, 0x24)
 @dataclass(frozen=True)
 class Leaving(Message):
     """Peer: "I leave on purpose; do not take my silence for a failure." """
 
 
 def encode(message: Message) -> list[Buffer]:
-    """The frame of a message, as buffers to be sent one after the other; floats are not copied."""
+    """The frame of a message, as buffers to send one after the other; floats are not copied."""
     parts: list[Buffer] = [b"", bytes([message.tag])]
     for kind, field in zip(message.layout, fields(message), strict=True):  # type: ignore[arg-type]
         parts += _encode_field(kind, getattr(message, field.name))
@@ -233,15 +124,23 @@ def encode(message: Message) -> list[Buffer]:
     return parts
 
 
+def payload_length(prefix: Buffer, limit: int) -> int:
+    """The length that the first bytes of a frame announce; the payload has at least a tag."""
+    (length,) = LENGTH.unpack(prefix)
+    if not 1 <= length <= limit:
+        raise ProtocolError(f"a frame of {length:,} bytes; 1 to {limit:,} are allowed")
+    return int(length)
+
+
 def frame(message: Message) -> bytes:
     """The frame of a message."""
     return b"".join(encode(message))
 
 
-def decode(payload: Buffer) -> Message:
+def decode(payload: Buffer, protocol: Protocol = TRANSPORT) -> Message:
     """The message in a payload; anything but exactly one valid message is a `ProtocolError`."""
     view = memoryview(payload).cast("B")
-    reader = _Reader(view, len(view))
+    reader = PayloadReader(view, len(view), protocol)
     cls = reader.message_type()
     values = [reader.field(kind) for kind in cls.layout]
     reader.end()
@@ -255,8 +154,8 @@ def announcement(name: str, count: int, wire: str, bounds: tuple[int, ...], orde
     return frame(Operation(name, count, wire, bounds, slots, shares))
 
 
-def differ(theirs: bytes, mine: bytes) -> str:
-    """In what a peer's announcement differs from mine."""
+def difference(theirs: bytes, mine: bytes) -> str:
+    """How a peer's announcement differs from this rank's."""
     try:
         operations = [decode(header[LENGTH.size :]) for header in (theirs, mine)]
     except ProtocolError as error:
@@ -264,85 +163,48 @@ def differ(theirs: bytes, mine: bytes) -> str:
     return "it announced {}, this rank {}".format(*operations)
 
 
-@dataclass(frozen=True)
-class Head:
-    """What a message says before its floats, how many floats follow, and how many bytes after them."""
-
-    message: type[Message]
-    values: tuple[Any, ...]
-    count: int
-    tail: int
-
-
-def decode_head(start: Buffer, length: int) -> Head | int:
-    """The head of a payload of `length` bytes that begins with `start`, or how many bytes it takes to tell.
-
-    A gradient is read this way, so that its floats can stream past instead of being held."""
-    reader = _Reader(memoryview(start), length)
-    try:
-        cls = reader.message_type()
-        before = cls.layout[: cls.layout.index("f32[]")] if "f32[]" in cls.layout else cls.layout
-        values = tuple(reader.field(kind) for kind in before)
-        if before == cls.layout:
-            reader.end()
-            return Head(cls, values, 0, 0)
-        count = reader.number("u64")
-    except _Short as short:
-        return short.needed
-    tail = sum(_NUMBERS[kind].size for kind in cls.layout[len(before) + 1 :])
-    floats = length - reader.position - tail
-    if 4 * count != floats:
-        raise ProtocolError(
-            f"{cls.__name__} announces {count:,} floats, but its frame has {floats:,} bytes for them"
-        )
-    return Head(cls, values, count, tail)
-
-
-def decode_tail(cls: type[Message], tail: Buffer) -> tuple[Any, ...]:
-    """The fields after the floats of a gradient message."""
-    reader = _Reader(memoryview(tail), len(tail))
-    values = tuple(reader.field(kind) for kind in cls.layout[cls.layout.index("f32[]") + 1 :])
-    reader.end()
-    return values
-
-
-class _Short(Exception):
-    """The payload is longer than the bytes at hand, and so many of them are needed to go on."""
+class Short(Exception):
+    """Not all of the payload has been received, and so many bytes of it are needed to go on."""
 
     def __init__(self, needed: int) -> None:
         self.needed = needed
 
 
-class _Reader:
-    """A cursor over the first bytes of a payload of a known length."""
+class PayloadReader:
+    """Reads fields from the first bytes of a payload of a known length."""
 
-    def __init__(self, view: memoryview, length: int) -> None:
-        self.view, self.length, self.position, self.name = view, length, 0, "message"
+    def __init__(self, view: memoryview, length: int, protocol: Protocol) -> None:
+        self.view, self.length, self.protocol = view, length, protocol
+        self.position, self.name = 0, "message"
 
     def take(self, count: int) -> memoryview:
+        """The next `count` bytes."""
         end = self.position + count
         if end > self.length:
             raise ProtocolError(
                 f"{self.name} is cut short: {count:,} bytes should follow, {self.length - self.position:,} do"
             )
         if end > len(self.view):
-            raise _Short(end)
+            raise Short(end)
         taken, self.position = self.view[self.position : end], end
         return taken
 
     def number(self, kind: str) -> Any:
-        codec = _NUMBERS[kind]
+        """The next number."""
+        codec = NUMBERS[kind]
         return codec.unpack(self.take(codec.size))[0]
 
     def message_type(self) -> type[Message]:
+        """The type that the tag names."""
         tag = self.number("u8")
-        if tag not in _BY_TAG:
+        if tag not in self.protocol:
             raise ProtocolError(f"unknown message tag 0x{tag:02x}")
-        self.name = _BY_TAG[tag].__name__
-        return _BY_TAG[tag]
+        self.name = self.protocol[tag].__name__
+        return self.protocol[tag]
 
     def field(self, kind: str) -> Any:
-        if kind in _NUMBERS:
+        """The next field."""
+        if kind in NUMBERS:
             return self.number(kind)
         if kind == "str":
             try:
@@ -355,17 +217,18 @@ class _Reader:
         return tuple(np.frombuffer(self.take(numbers.itemsize * self.number("u32")), numbers).tolist())
 
     def end(self) -> None:
+        """Refuse bytes after the last field."""
         if self.position != self.length:
             raise ProtocolError(f"{self.name} is followed by {self.length - self.position:,} bytes too many")
 
 
 def _encode_field(kind: str, value: Any) -> list[Buffer]:
-    if kind in _NUMBERS:
-        return [_NUMBERS[kind].pack(value)]
+    if kind in NUMBERS:
+        return [NUMBERS[kind].pack(value)]
     if kind == "str":
         text = value.encode()
-        return [_NUMBERS["u32"].pack(len(text)), text]
+        return [NUMBERS["u32"].pack(len(text)), text]
     if kind == "f32[]":
         floats = np.ascontiguousarray(value, np.dtype("<f4")).reshape(-1)
-        return [_NUMBERS["u64"].pack(floats.size), floats.data.cast("B") if floats.size else b""]
-    return [_NUMBERS["u32"].pack(len(value)), np.array(value, np.dtype(_LISTS[kind])).tobytes()]
+        return [NUMBERS["u64"].pack(floats.size), floats.data.cast("B") if floats.size else b""]
+    return [NUMBERS["u32"].pack(len(value)), np.array(value, np.dtype(_LISTS[kind])).tobytes()]

@@ -1,8 +1,8 @@
-"""What goes round in a ring: the pieces of an operation in order.
+"""The schedule of a ring: which pieces a rank sends and receives in an operation, in which order.
 
-Each chunk is cut into *stretches* of a few pieces, and a *stripe* is one stretch of every chunk. The ring
-finishes one stripe after the other: a stripe is small enough to stay in the cache until it has been all the
-way round, and a stretch long enough to keep the neighbours busy meanwhile.
+The vector is cut into one chunk per rank, and a chunk into *pieces*. The schedule is tiled: a *tile* is a few
+pieces of every chunk, and goes all the way round before the next one begins. A tile is small enough to stay
+in the cache meanwhile, and large enough to keep the neighbours busy.
 """
 
 from __future__ import annotations
@@ -11,39 +11,33 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from andon.transport.tcp.encoding import SLOTS, STRETCH, Span
+from andon.transport.tcp.encoding import BUFFERS, TILE_PIECES, Span
 
 
-def check_bounds(bounds: Sequence[int], count: int, world_size: int) -> None:
-    """Refuse bounds that do not cut `count` elements into a part per rank."""
-    whole = len(bounds) == world_size + 1 and bounds[0] == 0 and bounds[-1] == count
-    if not whole or any(lo > hi for lo, hi in pairwise(bounds)):
-        raise ValueError(f"{list(bounds)} does not cut {count} elements into {world_size} parts")
-
-
-class Route:
-    """The pieces that leave and arrive when `chunks[0]` is sent and each of the others is received and, but
-    for the last, passed on."""
+class RingSchedule:
+    """The pieces that a rank sends and receives when it sends `chunks[0]`, receives each of the others and
+    passes all but the last one on."""
 
     def __init__(self, bounds: Sequence[int], chunks: Sequence[int], step: int) -> None:
         self.leaving: list[Span] = []
-        self.sources: list[int] = []  # which arrived piece each leaving one is; -1: my own
+        self.sources: list[int] = []  # the index with which each leaving piece arrived; -1: this rank's own
         self.arriving: list[Span] = []
-        self.turns: list[int] = []  # in which round each piece arrives
-        leaves_as: list[int] = []  # which leaving piece each arrived one becomes; -1: it stays
+        self.rounds: list[int] = []  # the round in which each piece arrives
+        leaves_as: list[int] = []  # the index with which each arrived piece leaves; -1: it stays
         longest = max(hi - lo for lo, hi in pairwise(bounds))
-        for start in range(0, longest, STRETCH * step):
+        for start in range(0, longest, TILE_PIECES * step):
             for turn, chunk in enumerate(chunks):
-                lo, hi = bounds[chunk] + start, min(bounds[chunk] + start + STRETCH * step, bounds[chunk + 1])
+                lo = bounds[chunk] + start
+                hi = min(lo + TILE_PIECES * step, bounds[chunk + 1])
                 spans = [(at, min(at + step, hi)) for at in range(lo, hi, step)]
                 leaves_as += self._add(turn, turn == len(chunks) - 1, spans)
-        self.ready = _gates(self.sources, len(self.arriving))
+        self.may_leave = _gates(self.sources, len(self.arriving))
         """How many pieces may leave once so many have arrived."""
-        self.room = _gates(([-1] * SLOTS + leaves_as)[: len(self.arriving)], len(self.leaving))
-        """How many pieces may arrive once so many have left, if each waits in a slot for that."""
+        self.may_arrive = _gates(([-1] * BUFFERS + leaves_as)[: len(self.arriving)], len(self.leaving))
+        """How many pieces may arrive once so many have left, if each waits in a buffer until it leaves."""
 
     def _add(self, turn: int, last: bool, spans: list[Span]) -> Sequence[int]:
-        """Append the pieces of a stretch; as which leaving pieces those that arrive will be passed on."""
+        """Append the pieces of one chunk in a tile; the indices with which those that arrive will leave."""
         leaving = range(len(self.leaving), len(self.leaving) + len(spans))
         if not last:
             arriving = range(len(self.arriving), len(self.arriving) + len(spans))
@@ -52,19 +46,19 @@ class Route:
         if not turn:
             return []
         self.arriving += spans
-        self.turns += [turn - 1] * len(spans)
+        self.rounds += [turn - 1] * len(spans)
         return [-1] * len(spans) if last else leaving
 
 
 @lru_cache(maxsize=1024)
-def route(bounds: tuple[int, ...], chunks: tuple[int, ...], step: int) -> Route:
-    """A route, kept for the next time: a step of training takes the same ones as the step before."""
-    return Route(bounds, chunks, step)
+def ring_schedule(bounds: tuple[int, ...], chunks: tuple[int, ...], step: int) -> RingSchedule:
+    """A schedule; cached, because every training step needs the same ones."""
+    return RingSchedule(bounds, chunks, step)
 
 
 def _gates(waits_for: Sequence[int], count: int) -> list[int]:
-    """How many of a sequence may go, if each waits for the one before it and for that event: after 0 events,
-    after 1, and so on up to `count`."""
+    """After 0 events, after 1, and so on up to `count`: how many items of a sequence may go, if item i waits
+    for event `waits_for[i]` and for the items before it."""
     gates, may_go = [], 0
     for happened in range(count + 1):
         while may_go < len(waits_for) and waits_for[may_go] < happened:

@@ -1,9 +1,17 @@
-"""How the parts of an operation pass through the server of a star (see `andon.transport.tcp.star`).
+"""The pipeline of a star's server: how the pieces of an operation pass through it.
 
-Of each part the server holds one buffer per *leaf* (a row of a rank, see `andon.engine.order`). It keeps a
-*window* of parts open: a part is received, added when its last leaf is there, and sent; when all its targets
-have it, its buffers serve the next part. A rank that runs ahead is not read from until then, and waits in its
-own send.
+An operation is cut into *pieces*, each a range of elements with an owner. A piece has *sources*, the ranks
+that send their values of it, and *targets*, the ranks that receive the result:
+
+    operation        sources    the result is              targets
+    all-reduce       everyone   the sum in the one order   everyone
+    reduce-scatter   everyone   the sum in the one order   the owner
+    all-gather       the owner  the owner's values         everyone else
+
+The server has one buffer per *leaf* of a piece (a row of a rank, see `andon.engine.order`) and keeps a
+*window* of pieces open: a piece is received, added up when its last leaf has arrived, and sent; when all its
+targets have it, its buffers serve the next piece. So the server holds a few pieces, whatever the length of
+the vector. A rank that is ahead is not read from until a buffer is free, and waits in its own send.
 """
 
 from __future__ import annotations
@@ -11,140 +19,147 @@ from __future__ import annotations
 import socket
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
-import numpy as np
+import torch
 
-from andon.engine.order import Apart, Order
-from andon.transport.tcp import arithmetic as serial
-from andon.transport.tcp.encoding import PIECE, arithmetic
-from andon.transport.tcp.star_parts import (
-    ITEM_SIZES,
-    adds_of,
-    is_source,
-    is_target,
-    kind_of_sums,
-    parts,
-    result_sizes,
-)
-from andon.transport.tcp.stream import Flow, Incoming, Outgoing
+from andon.engine.order import Order
+from andon.transport.tcp.encoding import PIECE_ELEMENTS, add_up, convert
+from andon.transport.tcp.stream import Incoming, Outgoing, Stream
 
 WINDOW: Final = 2
+ITEM_BYTES: Final = {"float32": 4, "bf16": 2, "uint8": 1}
 
 
-class Passage:
-    """The parts of one operation on their way through the server."""
+@dataclass(frozen=True)
+class Piece:
+    """Elements [lo, hi), and the rank that owns them."""
+
+    lo: int
+    hi: int
+    owner: int
+
+
+def cut(operation: str, bounds: Sequence[int], kind: str) -> list[Piece]:
+    """The pieces of an operation, in order: the owners take turns, so that all links are busy."""
+    step = 4 * PIECE_ELEMENTS if kind == "uint8" else PIECE_ELEMENTS
+    if operation == "all-reduce":
+        bounds = (0, bounds[-1])
+    pieces = [
+        Piece(at, min(at + step, hi), owner)
+        for owner, (lo, hi) in enumerate(pairwise(bounds))
+        for at in range(lo, hi, step)
+    ]
+    return sorted(pieces, key=lambda piece: piece.lo - bounds[piece.owner])
+
+
+def is_source(operation: str, piece: Piece, rank: int) -> bool:
+    """Whether a rank sends its values of a piece."""
+    return operation != "all-gather" or rank == piece.owner
+
+
+def is_target(operation: str, piece: Piece, rank: int) -> bool:
+    """Whether a rank receives the result of a piece."""
+    return operation == "all-reduce" or (rank == piece.owner) == (operation == "reduce-scatter")
+
+
+class PipelineBuffers:
+    """One buffer per leaf for each piece of the window."""
+
+    def __init__(self, leaves: int) -> None:
+        self.leaves = leaves
+        self._buffers = torch.empty(WINDOW, leaves, 4 * PIECE_ELEMENTS, dtype=torch.uint8)
+        self._f32 = torch.empty(leaves, PIECE_ELEMENTS)
+        self.bytes: list[list[memoryview]] = [[leaf.numpy().data for leaf in one] for one in self._buffers]
+
+    def add_up(self, window: int, size: int, adds: Sequence[tuple[int, int]], kind: str) -> None:
+        """Add the leaves of a piece in the one order; the sum ends in the first leaf."""
+        if kind == "float32":
+            add_up(adds, list(self._buffers[window].view(torch.float32)[:, :size].numpy()))
+        elif adds:
+            leaves, sums = self._buffers[window].view(torch.bfloat16)[:, :size], self._f32[:, :size]
+            for leaf in {leaf for pair in adds for leaf in pair}:
+                convert(sums[leaf], leaves[leaf])
+            add_up(adds, list(sums.numpy()))
+            convert(leaves[0], sums[0])
+
+
+class Pipeline:
+    """The pieces of one operation on their way through the server."""
 
     def __init__(
-        self, name: str, bounds: Sequence[int], kind: str, order: Order | None, memory: Memory
+        self, operation: str, bounds: Sequence[int], kind: str, order: Order | None, buffers: PipelineBuffers
     ) -> None:
-        self._name, self._kind, self._order, self._memory = name, kind, order, memory
-        self._parts = parts(name, bounds, kind)
-        self._adds = [adds_of(name, order, owner) for owner in range(len(bounds) - 1)]
-        self._missing = [0] * len(self._parts)  # leaves of each part that have not arrived
-        self._unsent = [0] * len(self._parts)  # results of each part that have not left
+        self._operation, self._kind, self._buffers = operation, kind, buffers
+        self._pieces = cut(operation, bounds, kind)
+        self._leaves, self._adds = (order.leaves, order.adds) if order else ([], ())
+        self._missing = [0] * len(self._pieces)  # leaves of each piece that have not arrived
+        self._unsent = [0] * len(self._pieces)  # targets of each piece that do not have it
         self._finished = 0
         self._arriving: list[tuple[Incoming, list[int]]] = []
         self._leaving: list[tuple[Outgoing, list[int]]] = []
 
-    def flows(self, sockets: Sequence[socket.socket]) -> list[Flow]:
-        """What moves the parts."""
+    def streams(self, sockets: Sequence[socket.socket]) -> list[Stream]:
+        """The streams that move the pieces."""
         for rank, sock in enumerate(sockets):
             self._receive_from(rank, sock)
             self._send_to(rank, sock)
         self._open_window()
-        return [flow for flow, _ in self._arriving + self._leaving]
+        return [stream for stream, _ in self._arriving + self._leaving]
 
     def _receive_from(self, rank: int, sock: socket.socket) -> None:
-        leaves = (
-            [leaf for leaf, (owner, _) in enumerate(self._order.leaves) if owner == rank]
-            if self._order
-            else [0]
-        )
-        sources = [i for i, part in enumerate(self._parts) if is_source(self._name, part, rank)]
-        items = [(part, leaf) for part in sources for leaf in leaves]
-        for part, _ in items:
-            self._missing[part] += 1
+        leaves = [leaf for leaf, (source, _) in enumerate(self._leaves) if source == rank]
+        if not self._leaves:  # a gather: the owner's values are the only leaf
+            leaves = [0]
+        sent = [index for index, piece in enumerate(self._pieces) if is_source(self._operation, piece, rank)]
+        items = [(index, leaf) for index in sent for leaf in leaves]
+        for index, _ in items:
+            self._missing[index] += 1
 
-        def room(index: int) -> memoryview:
-            return self._bytes(*items[index], ITEM_SIZES[self._kind])
+        def arrived(item: int) -> None:
+            index, _ = items[item]
+            self._missing[index] -= 1
+            if self._missing[index] == 0:
+                self._complete(index)
 
-        def arrived(index: int) -> None:
-            part, _ = items[index]
-            self._missing[part] -= 1
-            if self._missing[part] == 0:
-                self._complete(part)
-
-        flow = Incoming(sock, rank, room, arrived, len(items))
-        self._arriving.append((flow, [part for part, _ in items]))
+        stream = Incoming(sock, rank, lambda item: self._bytes(*items[item]), arrived, len(items))
+        self._arriving.append((stream, [index for index, _ in items]))
 
     def _send_to(self, rank: int, sock: socket.socket) -> None:
-        items = [
-            (index, leaf, size)
-            for index, part in enumerate(self._parts)
-            if is_target(self._name, part, rank)
-            for leaf, size in result_sizes(self._name, self._kind, self._adds[part.owner])
-        ]
-        for part, *_ in items:
-            self._unsent[part] += 1
+        items = [index for index, piece in enumerate(self._pieces) if is_target(self._operation, piece, rank)]
+        for index in items:
+            self._unsent[index] += 1
 
-        def piece(index: int) -> memoryview:
-            return self._bytes(*items[index])
-
-        def sent(index: int) -> None:
-            self._unsent[items[index][0]] -= 1
+        def sent(item: int) -> None:
+            self._unsent[items[item]] -= 1
             self._open_window()
 
-        flow = Outgoing(sock, rank, piece, sent, len(items))
-        flow.ready = 0
-        self._leaving.append((flow, [part for part, *_ in items]))
+        stream = Outgoing(sock, rank, lambda item: self._bytes(items[item], 0), sent, len(items))
+        stream.ready = 0
+        self._leaving.append((stream, items))
 
-    def _complete(self, part: int) -> None:
-        """Every leaf of a part is there: add them, and let the results go."""
-        size, adds = self._parts[part].hi - self._parts[part].lo, self._adds[self._parts[part].owner]
-        self._memory.add_up(part % WINDOW, size, adds, self._kind, kind_of_sums(self._name, self._kind))
-        for flow, wanted in self._leaving:
-            while flow.ready < len(wanted) and self._missing[wanted[flow.ready]] == 0:
-                flow.ready += 1
+    def _complete(self, index: int) -> None:
+        """Every leaf of a piece has arrived: add them up and release the result."""
+        size = self._pieces[index].hi - self._pieces[index].lo
+        self._buffers.add_up(index % WINDOW, size, self._adds, self._kind)
+        for stream, items in self._leaving:
+            while stream.ready < len(items) and self._missing[items[stream.ready]] == 0:
+                stream.ready += 1
         self._open_window()
 
     def _open_window(self) -> None:
-        """Let the ranks send what there is room for."""
+        """Let the ranks send the pieces for which there are buffers."""
         while (
-            self._finished < len(self._parts)
+            self._finished < len(self._pieces)
             and self._missing[self._finished] == 0
             and self._unsent[self._finished] == 0
         ):
             self._finished += 1
-        for flow, sources in self._arriving:
-            flow.ready = bisect_left(sources, self._finished + WINDOW)
+        for stream, items in self._arriving:
+            stream.ready = bisect_left(items, self._finished + WINDOW)
 
-    def _bytes(self, part: int, leaf: int, item_size: int) -> memoryview:
-        size = self._parts[part].hi - self._parts[part].lo
-        return self._memory.bytes[part % WINDOW][leaf][: size * item_size]
-
-
-class Memory:
-    """The buffers of a window: for each part one per leaf."""
-
-    def __init__(self, leaves: int) -> None:
-        self.leaves = leaves
-        self._buffers = np.empty((WINDOW, leaves, 4 * PIECE), np.uint8)
-        self._work = np.empty((leaves, PIECE), np.float32)
-        self.bytes: list[list[memoryview]] = [[buffer.data for buffer in window] for window in self._buffers]
-
-    def add_up(self, window: int, size: int, adds: Apart, kind: str, kind_of_sums: str) -> None:
-        """Do the additions of a part; each sum ends where its first leaf was."""
-        floats = self._buffers[window].view(np.float32)[:, :size]
-        if kind != "bf16":
-            serial.add_up(adds.others, list(floats))
-            return
-        halves, work = self._buffers[window].view(np.uint16)[:, :size], self._work[:, :size]
-        for leaf in {leaf for pair in adds.others for leaf in pair}:
-            arithmetic().widen(halves[leaf], work[leaf])
-        serial.add_up(adds.others, list(work))
-        for leaf in adds.sums.intersection(adds.given):
-            if kind_of_sums == "bf16":
-                arithmetic().round_off(work[leaf], halves[leaf])
-            else:
-                floats[leaf] = work[leaf]
+    def _bytes(self, index: int, leaf: int) -> memoryview:
+        size = self._pieces[index].hi - self._pieces[index].lo
+        return self._buffers.bytes[index % WINDOW][leaf][: size * ITEM_BYTES[self._kind]]

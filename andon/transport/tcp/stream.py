@@ -1,9 +1,9 @@
-"""Flows: bytes that leave and arrive at the same time, each at its own pace.
+"""Streams: bytes that are sent and received at the same time, each stream at its own pace.
 
-A *flow* moves a fixed number of *pieces* through one socket, in order. A piece is moved when it is *ready*:
-an outgoing piece once its bytes are there to be sent, an incoming one once there is room for it. `run` moves
-whatever can be moved and sleeps only when no flow can go on, so that nobody ever waits in a write for a peer
-that waits in a write.
+A *stream* moves a fixed number of *pieces* through one socket, in order. A piece is moved when it is *ready*:
+an outgoing piece once its bytes are complete, an incoming one once there is a buffer for it. `move_all` moves
+whatever can be moved and sleeps only when no stream can go on, so that no rank ever blocks in a write to a
+peer that blocks in a write.
 """
 
 from __future__ import annotations
@@ -13,41 +13,42 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Final
 
 from andon.transport.base import ProtocolError
+from andon.transport.tcp.frames import LENGTH, payload_length
 
 TRIES: Final = 10
-"""How often to let others run and try again before sleeping: the next piece is often a moment away."""
-LOW_WATER: Final = 1 << 19
+"""How often to yield the core and try again before sleeping: the next piece is often a moment away."""
+LOW_WATER_BYTES: Final = 1 << 19
 """Wake up for no fewer bytes than these, unless fewer are missing: half of the cost of a small piece is the
 waking."""
 
 
-class FlowFailed(Exception):
-    """A flow cannot go on."""
+class StreamFailed(Exception):
+    """A stream cannot go on."""
 
-    def __init__(self, flow: Flow, detail: str) -> None:
+    def __init__(self, stream: Stream, detail: str) -> None:
         super().__init__(detail)
-        self.flow, self.detail = flow, detail
+        self.stream, self.detail = stream, detail
 
 
-class FlowBroken(FlowFailed):
+class StreamBroken(StreamFailed):
     """The connection failed or was closed."""
 
 
-class FlowStalled(FlowFailed):
-    """The peer has let the flow wait for too long."""
+class StreamStalled(StreamFailed):
+    """The peer has made no progress for too long."""
 
 
-class FlowRefused(FlowFailed):
-    """The peer said something that the protocol does not allow."""
+class StreamRefused(StreamFailed):
+    """The peer sent something that the protocol does not allow."""
 
 
-class Flow(ABC):
-    """Pieces through one socket: `piece(i)` gives the bytes of piece i, or the room for it, when its turn has
-    come, and `moved(i)` is told when it has moved. `peer` is the rank at the other end."""
+class Stream(ABC):
+    """Pieces through one socket to or from a peer. When it is the turn of piece i, `piece(i)` gives its bytes
+    or the buffer for it; `moved(i)` is called when it has moved."""
 
     event: int
 
@@ -71,7 +72,7 @@ class Flow(ABC):
         return self.done < self.ready and self.done < self.count
 
     def move(self) -> bool:
-        """Move what can be moved of the next piece without waiting; whether anything was."""
+        """Move what can be moved of the next piece without blocking; whether anything was moved."""
         rest = self._piece(self.done) if self._rest is None else self._rest
         try:
             count = self._transfer(rest) if rest else 0
@@ -79,10 +80,10 @@ class Flow(ABC):
             self._rest = rest
             return False
         except OSError as error:
-            raise FlowBroken(self, str(error)) from error
+            raise StreamBroken(self, str(error)) from error
         if count < len(rest):
             if count == 0:
-                raise FlowBroken(self, "the connection was closed")
+                raise StreamBroken(self, "the connection was closed")
             self._rest = rest[count:]
         else:
             self._rest = None
@@ -90,15 +91,15 @@ class Flow(ABC):
             self._moved(self.done - 1)
         return True
 
-    def prepare_to_wait(self) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Called before sleeping until the peer lets this flow go on."""
+    def prepare_to_wait(self) -> None:  # noqa: B027 (most streams have nothing to prepare)
+        """Called before sleeping until the peer lets this stream go on."""
 
     @abstractmethod
     def _transfer(self, data: memoryview) -> int:
-        """Hand bytes to the system, or take them from it; how many."""
+        """Send or receive without blocking; the number of bytes."""
 
 
-class Outgoing(Flow):
+class Outgoing(Stream):
     """Pieces to send."""
 
     event = select.POLLOUT
@@ -108,57 +109,70 @@ class Outgoing(Flow):
         return self.sock.send(data, socket.MSG_MORE if more else 0)
 
 
-class Incoming(Flow):
+class Incoming(Stream):
     """Pieces to receive."""
 
     event = select.POLLIN
 
     def prepare_to_wait(self) -> None:
         missing = len(self._rest) if self._rest else 1
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(LOW_WATER, missing))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(LOW_WATER_BYTES, missing))
 
     def _transfer(self, data: memoryview) -> int:
         return self.sock.recv_into(data)
 
 
-class Listening(Incoming):
-    """An incoming flow that follows a script: a generator that yields the room for what it hears next,
-    ends when it has heard enough, and raises `ProtocolError` at what it does not accept."""
+class MessageReader(Incoming):
+    """An incoming stream that is read by a generator, which yields the buffer for the next bytes, ends when
+    it has read enough, and raises `ProtocolError` for what it does not accept."""
 
-    def __init__(self, sock: socket.socket, peer: int, script: Iterator[memoryview]) -> None:
-        super().__init__(sock, peer, self._room, self._heard, 1)
-        self._script = script
-        self._next = next(script)
+    def __init__(self, sock: socket.socket, peer: int, buffers: Iterator[memoryview]) -> None:
+        super().__init__(sock, peer, self._buffer, self._filled, 1)
+        self._buffers = buffers
+        self._next = next(buffers)
 
-    def _room(self, index: int) -> memoryview:
+    def _buffer(self, index: int) -> memoryview:
         return self._next
 
-    def _heard(self, index: int) -> None:
+    def _filled(self, index: int) -> None:
         try:
-            self._next = next(self._script)
+            self._next = next(self._buffers)
             self.count += 1
             self.ready += 1
         except StopIteration:
             pass
         except ProtocolError as error:
-            raise FlowRefused(self, str(error)) from error
+            raise StreamRefused(self, str(error)) from error
 
 
-def run(flows: Sequence[Flow], timeout: float) -> None:
-    """Move all pieces of all flows; no flow may wait for its peer longer than `timeout`."""
+def read_frame(limit: int) -> Generator[memoryview, None, bytearray]:
+    """For a `MessageReader`: reads one frame of at most `limit` bytes and returns its payload."""
+    prefix = bytearray(LENGTH.size)
+    yield memoryview(prefix)
+    payload = bytearray(payload_length(prefix, limit))
+    yield memoryview(payload)
+    return payload
+
+
+def nothing(index: int) -> None:
+    """For a stream that nothing waits for."""
+
+
+def move_all(streams: Sequence[Stream], timeout: float) -> None:
+    """Move all pieces of all streams; no stream may wait for its peer longer than `timeout`."""
     poll = select.poll()
-    waiting: dict[Flow, float] = {}
+    waiting: dict[Stream, float] = {}
     tries = 0
-    while any(flow.done < flow.count for flow in flows):
+    while any(stream.done < stream.count for stream in streams):
         moved = False
-        for flow in flows:
-            if not flow.waits:
-                waiting.pop(flow, None)
-            elif flow.move():
-                waiting.pop(flow, None)
+        for stream in streams:
+            if not stream.waits:
+                waiting.pop(stream, None)
+            elif stream.move():
+                waiting.pop(stream, None)
                 moved = True
-            elif flow not in waiting:
-                waiting[flow] = time.monotonic()
+            elif stream not in waiting:
+                waiting[stream] = time.monotonic()
         if moved:
             tries = 0
         elif tries < TRIES:
@@ -168,16 +182,16 @@ def run(flows: Sequence[Flow], timeout: float) -> None:
             _sleep(poll, waiting, timeout)
 
 
-def _sleep(poll: select.poll, waiting: Mapping[Flow, float], timeout: float) -> None:
+def _sleep(poll: select.poll, waiting: Mapping[Stream, float], timeout: float) -> None:
     events: dict[int, int] = {}
-    for flow in waiting:
-        flow.prepare_to_wait()
-        events[flow.sock.fileno()] = events.get(flow.sock.fileno(), 0) | flow.event
+    for stream in waiting:
+        stream.prepare_to_wait()
+        events[stream.sock.fileno()] = events.get(stream.sock.fileno(), 0) | stream.event
     for descriptor, mask in events.items():
         poll.register(descriptor, mask)
     longest = min(waiting, key=waiting.__getitem__)
     left = waiting[longest] + timeout - time.monotonic()
     if not poll.poll(max(0.0, left) * 1000) and waiting[longest] + timeout <= time.monotonic():
-        raise FlowStalled(longest, "no progress")
+        raise StreamStalled(longest, "no progress")
     for descriptor in events:
         poll.unregister(descriptor)
