@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, andon, start, summary, train
+from tests.runs import SMALL, andon, start, summary, train, wait_for_step
 
 STEPS = ["--train.steps=8"]
 
@@ -106,3 +106,14 @@ def test_a_coordinator_that_is_not_there(tmp_path: Path) -> None:
         port = server.getsockname()[1]
     code, output = andon("worker", f"127.0.0.1:{port}", cwd=tmp_path)
     assert code == 1 and "cannot be reached" in output, output
+
+
+def test_a_worker_that_is_lost_is_not_a_success(tmp_path: Path) -> None:
+    options = ["--workers=2", "--group.transport=ring", "--train.steps=100000"]
+    with coordinating(tmp_path, *options) as (coordinator, address):
+        workers = [start("worker", address, cwd=tmp_path) for _ in range(2)]
+        wait_for_step(tmp_path / "run", 2, coordinator)
+        for worker in workers:
+            worker.kill()
+        output, _ = coordinator.communicate(timeout=60)
+    assert coordinator.returncode == 1 and "was lost" in output, output
