@@ -483,7 +483,7 @@ MUTANTS = [
         "facts-not-compared",
         "Ranks with other settings or data take part.",
         "run/build.py",
-        '    optimizer.facts = f"{config.answer} {tokens.digest}"\n',
+        '    optimizer.facts = f"{config.determinism_key} {tokens.digest}"\n',
         "",
         ("test_agreement.py",),
     ),
