@@ -7,8 +7,6 @@ time of the steps during a save against the steps before it. Throughput is that 
 against plain writes of as many bytes with fsync. Rounds take turns; medians count, and the slowest rank.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile
