@@ -57,12 +57,7 @@ class Checkpointer:
     """Saves and loads a run together with the other ranks."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        progress: Progress,
-        facts: RunFacts,
-        settings: SaveSettings,
-        tell: Tell,
+        self, optimizer: Optimizer, progress: Progress, facts: RunFacts, settings: SaveSettings, tell: Tell
     ) -> None:
         self.optimizer, self.progress, self.facts, self.settings = optimizer, progress, facts, settings
         self.tell, self.model = tell, optimizer.model
@@ -107,8 +102,7 @@ class Checkpointer:
         self._saver.receive(statuses)
 
     def after(self, step: int, last: bool = False) -> None:
-        """A step is done: save it if it is due, in the background of the steps that follow; the last one
-        now."""
+        """A step is done: save it if it is due, in the background of the steps that follow; the last one now."""
         self._stop_if_configured()
         if should_save(step, self.settings.every, last):
             self.save(step, wait=last, patience=math.inf if last else PATIENCE)

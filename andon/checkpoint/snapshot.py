@@ -19,8 +19,7 @@ from andon.engine.arena import Arena, Layout
 
 
 class Snapshot:
-    """What one rank writes: its piece of the moments, which lie in `shards` files, and on rank 0 the
-    weights."""
+    """What one rank writes: its piece of the moments, which lie in `shards` files, and on rank 0 the weights."""
 
     def __init__(self, arena: Arena, moments: Mapping[str, Tensor], shards: int, weights: bool) -> None:
         self.arena, self.sources, self.shards = arena, moments, shards
@@ -56,9 +55,7 @@ class Snapshot:
 
 def unit_digests(layout: Layout, digests: Mapping[str, str]) -> tuple[str, ...]:
     """The digest of each unit: BLAKE3 over its parameters' names and digests."""
-    texts = (
-        "".join(f"{piece.name} {digests[piece.name]}\n" for piece in unit.slices) for unit in layout.units
-    )
+    texts = ("".join(f"{piece.name} {digests[piece.name]}\n" for piece in unit.slices) for unit in layout.units)
     return tuple(blake3(text.encode()).hexdigest() for text in texts)
 
 

@@ -42,9 +42,7 @@ class Totals:
     def complaint(self) -> str:
         """Why a step is not sound, in one line."""
         if self.bad_units:
-            return "; ".join(
-                f"rank {rank} computed a bad gradient of {unit}" for rank, unit in self.bad_units
-            )
+            return "; ".join(f"rank {rank} computed a bad gradient of {unit}" for rank, unit in self.bad_units)
         if not math.isfinite(self.loss):
             return f"the loss is {self.loss}"
         return f"every contribution is finite, but the norm of their sum is {self.norm}"
@@ -80,8 +78,7 @@ class Optimizer:
         self._fingerprints = Fingerprints(arena, self.compared_state, membership)
 
     def compared_state(self) -> dict[str, Tensor]:
-        """The flat buffers that are equal on every rank: the weights, and without ZeRO the optimizer's
-        state."""
+        """The flat buffers that are equal on every rank: the weights, and without ZeRO the optimizer's state."""
         return {"weights": self.model.arena.weights, **({} if self.ownership.sharded else self.rule.state)}
 
     def step(self, clip: float = 0.0) -> Totals:
@@ -120,10 +117,7 @@ class Optimizer:
         for index, passenger in enumerate(self.passengers):
             passenger.receive([statuses[index] for *_, statuses in everyone])
         return Totals(
-            loss=sum(loss for _, loss, _ in records) / max(1, tokens),
-            tokens=tokens,
-            norm=norm,
-            bad_units=bad_units,
+            loss=sum(loss for _, loss, _ in records) / max(1, tokens), tokens=tokens, norm=norm, bad_units=bad_units
         )
 
     def _compare(self, step: int, fingerprints: bytes) -> None:
@@ -135,10 +129,7 @@ class Optimizer:
             owned = sum(stop - start for start, stop in self.owned_parts)
             state = self.rule.state.values()
             compare_replicas(
-                self.model.membership.group,
-                step,
-                [flat[:owned] for flat in state],
-                [flat[owned:] for flat in state],
+                self.model.membership.group, step, [flat[:owned] for flat in state], [flat[owned:] for flat in state]
             )
 
     def _update(self, totals: Totals, clip: float) -> None:
@@ -148,8 +139,7 @@ class Optimizer:
 
 
 class AdamW(Optimizer):
-    """AdamW with weight decay on matrices only; `zero` shares out its state, by default an even slice to
-    each."""
+    """AdamW with weight decay on matrices only; `zero` shares out its state, by default an even slice to each."""
 
     def __init__(
         self, model: DataParallel, lr: float, settings: AdamWSettings | None = None, zero: Zero | None = None

@@ -1,13 +1,12 @@
 """Fingerprints: in every step all ranks compare what they hold in common (C-DDP-001, F-DP-001).
 
-They compare before they update, while a difference has not spread yet. With ZeRO a flipped bit in the part
-that a rank owns would otherwise become everyone's weight with the next gather, and no comparison could find
-it.
+They compare before they update, while a difference has not spread yet. With ZeRO a flipped bit in the part that a rank
+owns would otherwise become everyone's weight with the next gather, and no comparison could find it.
 
-Each *cell* of a buffer (1,024 elements) is read as integers of 64 bits and summed, so that any flipped bit
-changes its cell; a unit's fingerprint is a hash of its cell sums: one pass at the speed of memory. The facts
-of the step (its number, the learning rate, the configuration) have a fingerprint too. With three ranks or
-more, the majority tells which rank is wrong.
+Each *cell* of a buffer (1,024 elements) is read as integers of 64 bits and summed, so that any flipped bit changes its
+cell; a unit's fingerprint is a hash of its cell sums: one pass at the speed of memory. The facts of the step (its
+number, the learning rate, the configuration) have a fingerprint too. With three ranks or more, the majority tells which
+rank is wrong.
 """
 
 from __future__ import annotations
@@ -39,15 +38,10 @@ class HasGroup(Protocol):
 class Fingerprints:
     """Compares buffers that have the arena's layout and are equal on every rank."""
 
-    def __init__(
-        self, arena: Arena, buffers: Callable[[], Mapping[str, Tensor]], membership: HasGroup
-    ) -> None:
+    def __init__(self, arena: Arena, buffers: Callable[[], Mapping[str, Tensor]], membership: HasGroup) -> None:
         self.arena, self.buffers, self.membership = arena, buffers, membership
         units = arena.layout.units
-        self.labels = [
-            "facts of the step",
-            *(f"{name} of {unit.name}" for name in buffers() for unit in units),
-        ]
+        self.labels = ["facts of the step", *(f"{name} of {unit.name}" for name in buffers() for unit in units)]
 
     def take(self, facts: str) -> bytes:
         """This rank's fingerprints, and that of the facts of the step."""
@@ -76,9 +70,7 @@ class Fingerprints:
 
 def compare_replicas(group: Group, step: int, own: Sequence[Tensor], replica: Sequence[Tensor]) -> None:
     """Halt if a rank's optimizer state is not the replica that the next rank keeps of it."""
-    mine, kept = (
-        blake3(b"".join(cell_sums(each).tobytes() for each in held)).digest(WIDTH) for held in (own, replica)
-    )
+    mine, kept = (blake3(b"".join(cell_sums(each).tobytes() for each in held)).digest(WIDTH) for held in (own, replica))
     everyone = group.all_gather_bytes(mine + kept)
     for rank, prints in enumerate(everyone):
         keeper = (rank + 1) % group.world_size

@@ -1,8 +1,7 @@
 """A Llama-shaped decoder. It knows nothing of ranks, slots or devices.
 
-Modules carry Hugging Face's names, so a state dict is a checkpoint. A block has nine components: q, k, v, o,
-gate, up, down and two norms. Shapes in comments: B windows, T tokens, H heads, K key/value heads, D
-head size.
+Modules carry Hugging Face's names, so a state dict is a checkpoint. A block has nine components: q, k, v, o, gate, up,
+down and two norms. Shapes in comments: B windows, T tokens, H heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -172,9 +171,7 @@ class Llama(nn.Module):
 
 def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary positions, T x D."""
-    frequency = shape.rope_theta ** -(
-        torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    )
+    frequency = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
     angle = torch.outer(torch.arange(shape.context, dtype=torch.float32), frequency).repeat(1, 2)
     return angle.cos(), angle.sin()
 

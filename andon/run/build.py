@@ -29,18 +29,14 @@ from andon.run.folder import read_mark
 from andon.transport.base import TRANSPORTS, Group
 
 
-def build_trainer(
-    config: Config, tokens: TokenSet, group: Group, device: torch.device, emit: Emit
-) -> Trainer:
+def build_trainer(config: Config, tokens: TokenSet, group: Group, device: torch.device, emit: Emit) -> Trainer:
     """The trainer of one rank; only rank 0 emits events."""
     check_vocabulary(config, tokens)
     optimizer = build_optimizer(config, build_model(config, device), group)
     optimizer.facts = f"{config.determinism_key} {tokens.digest}"
     progress = Progress()
     checkpointer = build_checkpointer(config, tokens, optimizer, progress, emit)
-    trainer = Trainer(
-        optimizer, build_batches(config, tokens), step_settings(config, device), progress, checkpointer
-    )
+    trainer = Trainer(optimizer, build_batches(config, tokens), step_settings(config, device), progress, checkpointer)
     if config.fault:
         inject(config, optimizer)
     return trainer
@@ -116,8 +112,7 @@ def build_checkpointer(
 
 
 def hub_files(config: Config, tokens: TokenSet, dtype: torch.dtype) -> Mapping[str, str]:
-    """What Hugging Face needs besides the weights; read once, because the cache may be gone when a save is
-    due."""
+    """What Hugging Face needs besides the weights; read once, because the cache may be gone when a save is due."""
     fields = to_hub(config.shape, tokens.tokenizer().end, dtype)
     names = ("tokenizer.json", "tokenizer_config.json")
     texts = {name: (tokens.folder / name).read_text(encoding="utf-8") for name in names}
@@ -128,9 +123,7 @@ def inject(config: Config, optimizer: Optimizer) -> None:
     """Arm the configuration's faults on purpose."""
     model = optimizer.model
     membership, phases = model.membership, model.phases
-    faults = Faults(
-        config.fault, membership.order, membership.rank, model.arena.layout, optimizer.compared_state
-    )
+    faults = Faults(config.fault, membership.order, membership.rank, model.arena.layout, optimizer.compared_state)
     phases.on_enter = faults.strike
     model.gradients.on_gradient = lambda *gradient: faults.poison(phases.step, *gradient)
 

@@ -104,8 +104,7 @@ class TorchGroup(Group):
             self._gather(first_row(nodes), bounds, self._wire_dtype(nodes))
 
     def _reduce(self, nodes: torch.Tensor, parts: Sequence[tuple[int, int]], order: Order) -> None:
-        """Send every rank its part of each of this rank's rows, and add up everyone's rows of this rank's
-        part."""
+        """Send every rank its part of each of this rank's rows, and add up everyone's rows of this rank's part."""
         rows = rows_of(nodes, order, self.rank)
         dtype = self._wire_dtype(nodes)
         lo, hi = parts[self.rank]
@@ -194,9 +193,7 @@ class TorchGroup(Group):
                 threading.Thread(target=wait, args=(peer, works), daemon=True).start()
         self._collect(answers, set(begun), operation, started)
 
-    def _collect(
-        self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float
-    ) -> None:
+    def _collect(self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float) -> None:
         """Wait for every peer; raise the first failure, or a timeout that names a silent peer."""
         failure: Exception | None = None
         until = started + self.timeout

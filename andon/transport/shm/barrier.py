@@ -67,9 +67,7 @@ def lines_size(world_size: int) -> int:
 class Barrier:
     """The barrier of one rank; `address` is where `memory` starts, the lines lie at its beginning."""
 
-    def __init__(
-        self, memory: mmap.mmap, address: int, rank: int, processes: Sequence[int], timeout: float
-    ) -> None:
+    def __init__(self, memory: mmap.mmap, address: int, rank: int, processes: Sequence[int], timeout: float) -> None:
         self.rank, self.timeout, self.turn = rank, timeout, 0
         self.failure: GroupError | None = None
         self._closed = False
@@ -109,11 +107,10 @@ class Barrier:
             self._fence()
 
     def _fence(self) -> None:
-        """A memory fence: other ranks see what this one wrote and read before it, and after it, in that
-        order.
+        """A memory fence: other ranks see what this one wrote and read before it, and after it, in that order.
 
-        Taking and releasing a lock uses atomic instructions. On x86 one of them is a full fence, needed only
-        between the arrival and the check for sleepers; on aarch64 a release followed by an acquire is.
+        Taking and releasing a lock uses atomic instructions. On x86 one of them is a full fence, needed only between
+        the arrival and the check for sleepers; on aarch64 a release followed by an acquire is.
         """
         self._lock.acquire()
         self._lock.release()

@@ -1,18 +1,17 @@
 """Workers of one machine exchange through shared memory.
 
-A *segment* is memory that every rank maps; `allocate` gives out tensors in it. A tensor that lies in a
-segment is *direct*: the other ranks read and write it in place. For a collective each rank publishes a
-*header* (the operation, and the *location* of its tensor), then all wait at the barrier
-(`andon.transport.shm.barrier`). To reduce, each rank takes its share of the elements, goes through it in
-*chunks* that stay in the cache, adds everybody's rows of a chunk in the one order, and writes the sum into
-everybody's first row; then all wait at the barrier again. Nothing is copied in or out. To gather, each rank
-copies the others' parts.
+A *segment* is memory that every rank maps; `allocate` gives out tensors in it. A tensor that lies in a segment is
+*direct*: the other ranks read and write it in place. For a collective each rank publishes a *header* (the operation,
+and the *location* of its tensor), then all wait at the barrier (`andon.transport.shm.barrier`). To reduce, each rank
+takes its share of the elements, goes through it in *chunks* that stay in the cache, adds everybody's rows of a chunk in
+the one order, and writes the sum into everybody's first row; then all wait at the barrier again. Nothing is copied in
+or out. To gather, each rank copies the others' parts.
 
-Any other tensor is *staged*: it goes piece by piece through two staging areas in turn, so that the next piece
-is copied in while this one is worked on, with one barrier per piece.
+Any other tensor is *staged*: it goes piece by piece through two staging areas in turn, so that the next piece is copied
+in while this one is worked on, with one barrier per piece.
 
-With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32, as on any transport; in
-shared memory that saves nothing and only gives the same bits.
+With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32, as on any transport; in shared
+memory that saves nothing and only gives the same bits.
 """
 
 from __future__ import annotations
@@ -42,19 +41,11 @@ from andon.transport.base import (
     rows_of,
 )
 from andon.transport.shm.barrier import SYS_FUTEX, Barrier
-from andon.transport.shm.segment import (
-    MAILBOX_BYTES,
-    STAGE_BYTES,
-    Segment,
-    SegmentLayout,
-    new_memory,
-)
+from andon.transport.shm.segment import MAILBOX_BYTES, STAGE_BYTES, Segment, SegmentLayout, new_memory
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER_BYTES = range(4)
 OPERATIONS: Final = ("all-reduce", "reduce-scatter", "all-gather", "gather of bytes")
-HEADER: Final = struct.Struct(
-    "<IIqqqq24x"
-)  # operation, agreement, location (segment, offset, stride), length
+HEADER: Final = struct.Struct("<IIqqqq24x")  # operation, agreement, location (segment, offset, stride), length
 CHUNK_BYTES: Final = 512 << 10  # over all rows: what stays in a core's cache while it is summed
 CALLS_KEPT: Final = 4096
 
@@ -89,9 +80,7 @@ class ShmGroup(Group):
 
     transport = "shm"
 
-    def __init__(
-        self, rank: int, processes: Sequence[int], first: Segment, timeout: float, wire: Wire
-    ) -> None:
+    def __init__(self, rank: int, processes: Sequence[int], first: Segment, timeout: float, wire: Wire) -> None:
         self.rank, self.world_size, self.wire = rank, len(processes), wire
         self._barrier = Barrier(first.memory, first.address, rank, processes, timeout)
         self._processes, self._segments = processes, [first]
@@ -151,9 +140,7 @@ class ShmGroup(Group):
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         self._reduce(REDUCE_SCATTER, nodes, tuple(bounds), order or one_node_each(self.world_size))
 
-    def _reduce(
-        self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order
-    ) -> None:
+    def _reduce(self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order) -> None:
         call = self._call(operation, nodes, bounds, order)
         if call.location is STAGED:
             self._fill(rows_of(nodes, order, self.rank), 0, 0, _piece_elements(nodes, order))
@@ -172,17 +159,13 @@ class ShmGroup(Group):
         else:
             self._reduce_pieces(call, nodes, bounds, order)
 
-    def _reduce_pieces(
-        self, call: Call, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order
-    ) -> None:
+    def _reduce_pieces(self, call: Call, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order) -> None:
         rows, first = rows_of(nodes, order, self.rank), first_row(nodes)
         size, piece = first.numel(), _piece_elements(nodes, order)
         mine = bounds[self.rank : self.rank + 2] if bounds else (0, size)
         for half, start in zip(cycle((0, 1)), range(0, size, piece)):
             end = min(size, start + piece)
-            locations = self._staged_locations(
-                call, half, [start] * self.world_size, piece, nodes.element_size()
-            )
+            locations = self._staged_locations(call, half, [start] * self.world_size, piece, nodes.element_size())
             lo, hi = (start + bound for bound in shares(end - start, self.world_size)[self.rank :][:2])
             chunks = self._chunks(locations, order, nodes.dtype, (lo, hi), range(self.world_size))
             self._sum(chunks, order)
@@ -204,8 +187,7 @@ class ShmGroup(Group):
         self.bytes_sent += flat.element_size() * sum(hi - lo for _, lo, hi in others)
         if self._publish(call) and call.direct:
             call.chunks = [
-                (flat[lo:hi], self._view(call.locations[rank], 0, lo, hi, flat.dtype))
-                for rank, lo, hi in others
+                (flat[lo:hi], self._view(call.locations[rank], 0, lo, hi, flat.dtype)) for rank, lo, hi in others
             ]
         if call.direct:
             for to, source in call.chunks:
@@ -246,9 +228,7 @@ class ShmGroup(Group):
         self._calls.clear()
         self._segments.clear()
 
-    def _call(
-        self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order | None
-    ) -> Call:
+    def _call(self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order | None) -> Call:
         self._barrier.check()
         # The key has the id of the order; the call keeps the order alive, so that its id is not reused.
         key = (operation, nodes.data_ptr(), nodes.shape, nodes.stride(), nodes.dtype, id(order), bounds)
@@ -272,8 +252,7 @@ class ShmGroup(Group):
         return (self._barrier.turn + 1) & 1
 
     def _publish(self, call: Call) -> bool:
-        """Publish this rank's header, wait, and read everyone's; whether they differ from those of last
-        time."""
+        """Publish this rank's header, wait, and read everyone's; whether they differ from those of last time."""
         memory, half = self._segments[0].memory, self._half()
         memory[self._layout.header(half, self.rank)] = call.header
         self._barrier.wait(call.name)
@@ -294,12 +273,7 @@ class ShmGroup(Group):
         return True
 
     def _chunks(
-        self,
-        locations: list[Location],
-        order: Order,
-        dtype: torch.dtype,
-        share: tuple[int, int],
-        to: Iterable[int],
+        self, locations: list[Location], order: Order, dtype: torch.dtype, share: tuple[int, int], to: Iterable[int]
     ) -> Iterator[Chunk]:
         """The leaves of each chunk of a share, then the first rows that the sum goes to."""
         lo, hi = share
@@ -341,14 +315,10 @@ class ShmGroup(Group):
                 return Location(number, offset, nodes.stride(0) if nodes.dim() > 1 else 0)
         return STAGED
 
-    def _staged_locations(
-        self, call: Call, half: int, starts: list[int], stride: int, itemsize: int
-    ) -> list[Location]:
+    def _staged_locations(self, call: Call, half: int, starts: list[int], stride: int, itemsize: int) -> list[Location]:
         """Everyone's locations of a piece that starts at the given elements."""
         return [
-            Location(0, self._layout.stage(half, rank) - start * itemsize, stride)
-            if location is STAGED
-            else location
+            Location(0, self._layout.stage(half, rank) - start * itemsize, stride) if location is STAGED else location
             for rank, (location, start) in enumerate(zip(call.locations, starts, strict=True))
         ]
 
