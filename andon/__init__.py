@@ -3,8 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["AdamW", "DataParallel", "JidokaHalt", "init"]
+from andon.version import VERSION as __version__
+
+__all__ = ["AdamW", "DataParallel", "JidokaHalt", "__version__", "init"]
 
 if TYPE_CHECKING:
     from andon.cluster.init import init

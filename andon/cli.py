@@ -1,4 +1,4 @@
-"""The command line: one function per command; it parses, then makes one call. Heavy imports come late."""
+"""The command line: one function per command, which parses and makes one call. Heavy imports are local."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import andon
 from andon.errors import UserError
 from andon.transport.base import GroupError
+from andon.version import VERSION
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,58 +26,56 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True, rich_markup_mode=None)
+config_app = typer.Typer(help="Show and check configurations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
-data_app = typer.Typer(help="Look at training data.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(help="Show training data.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
-
-checkpoint_app = typer.Typer(help="Look after checkpoints.", no_args_is_help=True, rich_markup_mode=None)
+checkpoint_app = typer.Typer(
+    help="List, verify, compare and remove checkpoints.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(checkpoint_app, name="checkpoint")
 
-Resume = Annotated[
-    str, typer.Option(help="auto: the newest checkpoint of the run; none: a fresh run; or a path.")
-]
+Resume = Annotated[str, typer.Option(help="auto: the newest good checkpoint of the run; none: a new run; or a path.")]
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
 Checkpoints = Annotated[Path, typer.Argument(help="A run, its folder of checkpoints, or one checkpoint.")]
 
 
 def main() -> None:
-    """Run a command; a user's error is three lines and exit code 1."""
+    """Run a command; an error that the user can correct is three lines and exit code 1."""
     try:
         app()
-    except UserError as error:
+    except (UserError, GroupError) as error:
         from andon.run.display import show_error
 
+        if isinstance(error, GroupError):
+            error = UserError(str(error), "A worker died or cannot be reached", "The same command resumes")
         show_error(_console(stderr=True), error)
-        sys.exit(1)
-    except GroupError as error:
-        from andon.run.display import show_error
-
-        why = UserError(str(error), "A worker died or cannot be reached", "The same command goes on")
-        show_error(_console(stderr=True), why)
         sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
     if version:
-        typer.echo(f"andon {andon.__version__}")
+        typer.echo(f"andon {VERSION}")
         raise typer.Exit
 
 
 @app.command(context_settings=ANY)
 def demo(context: typer.Context) -> None:
-    """Train a small story-teller on this machine, in about two minutes.
+    """Train a small model that writes stories on this machine, in about two minutes.
 
     Takes the same --section.key value overrides as `andon train`.
     """
     from andon.cluster.launch import train_demo
     from andon.config.load import parse_arguments
 
-    words, overrides = parse_arguments(context.args)
-    _refuse(words)
+    paths, overrides = parse_arguments(context.args)
+    if paths:
+        raise UserError(
+            f"`andon demo` takes no {paths[0]!r}", "It trains on the built-in stories", f"Try `andon train {paths[0]}`"
+        )
     sys.exit(train_demo(overrides, _console()))
 
 
@@ -85,7 +83,7 @@ def demo(context: typer.Context) -> None:
 def train(context: typer.Context, resume: Resume = "auto") -> None:
     """Train on CONFIG.yaml, or on CORPUS… (files, folders, globs of .txt, .jsonl, .parquet).
 
-    Without either, trains on the built-in stories. Any configuration key can be given as --section.key value
+    Without either it trains on the built-in stories. Any configuration key is an option: --section.key value
     (`andon config show` lists them): --workers 2 --optim.lr 3e-4 --train.steps=100
     """
     config = _config(context.args)
@@ -101,11 +99,9 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
 @app.command(context_settings=ANY)
 def coordinator(
     context: typer.Context,
-    bind: Annotated[
-        str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")
-    ] = "127.0.0.1:0",
+    bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")] = "127.0.0.1:0",
     insecure: Annotated[
-        bool, typer.Option(help="Allow addresses off this machine, unauthenticated.")
+        bool, typer.Option(help="Allow an address that other machines reach; workers are not authenticated.")
     ] = False,
 ) -> None:
     """Coordinate a run whose --workers N are started elsewhere with `andon worker HOST:PORT`."""
@@ -114,7 +110,7 @@ def coordinator(
     if not host.startswith("127.") and host not in ("localhost", "::1") and not insecure:
         raise UserError(
             f"--bind {bind} can be reached from other machines",
-            "Nobody is authenticated yet: whoever reaches it can join the run",
+            "Workers are not authenticated: whoever reaches it can join the run",
             "Bind to 127.0.0.1, or give --insecure on a network you trust",
         )
     from andon.cluster.launch import serve
@@ -124,8 +120,8 @@ def coordinator(
 
 @app.command()
 def worker(address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator.")]) -> None:
-    """Join a coordinator: the configuration comes from it, the data is prepared here and compared."""
-    from andon.cluster.join import join_run
+    """Join a coordinator: it sends the configuration; the data is prepared here and its digest compared."""
+    from andon.cluster.worker import join_run
 
     sys.exit(join_run(*_address(address), _console()))
 
@@ -133,18 +129,16 @@ def worker(address: Annotated[str, typer.Argument(help="HOST:PORT of the coordin
 @app.command(context_settings=ANY)
 def prepare(context: typer.Context) -> None:
     """Tokenize CORPUS… into the cache without training."""
-    from andon.run.prepare import prepare_tokens, show_tokens
+    from andon.commands.data import show_corpus
 
-    console = _console()
-    show_tokens(prepare_tokens(_config(context.args), console), console)
+    show_corpus(_config(context.args), _console())
 
 
 @app.command(context_settings=ANY)
 def plan(
-    context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
 ) -> None:
-    """Memory and traffic of CONFIG.yaml or CORPUS… and overrides, and what other settings would change."""
+    """Print memory and traffic of a configuration, and what other settings would change."""
     from andon.commands.plan import main as run
 
     run(_config(context.args), as_json, _console())
@@ -153,13 +147,15 @@ def plan(
 @app.command()
 def generate(
     checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Argument(help="How the text begins.")] = "",
-    count: Annotated[int, typer.Option(min=1, help="How many texts.")] = 1,
-    length: Annotated[int, typer.Option(min=0, help="Most tokens a text; 0: up to the context.")] = 0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
+    prompt: Annotated[str, typer.Argument(help="The beginning of the text.")] = "",
+    count: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 1,
+    length: Annotated[int, typer.Option(min=0, help="Most tokens per text; 0: up to the context.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the likeliest token.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
 ) -> None:
-    """Write text with a checkpoint."""
+    """Write text with the model of a checkpoint."""
     from andon.commands.generate import generate as run
 
     run(checkpoint, prompt, count=count, length=length, temperature=temperature, seed=seed)
@@ -167,10 +163,9 @@ def generate(
 
 @app.command()
 def evaluate(
-    checkpoint: Checkpoint,
-    windows: Annotated[int, typer.Option(min=1, help="How many held-out windows.")] = 256,
+    checkpoint: Checkpoint, windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256
 ) -> None:
-    """Loss, bits per byte and, for the built-in stories, the valid share of a checkpoint."""
+    """Print loss, bits per byte and, for the built-in stories, the share of valid samples of a checkpoint."""
     from andon.commands.generate import evaluate as run
 
     run(checkpoint, windows, _console())
@@ -178,17 +173,15 @@ def evaluate(
 
 @app.command()
 def doctor() -> None:
-    """Versions, cores, memory, devices, ports, shared memory: what a bug report needs."""
+    """Print what a bug report needs: versions, cores, memory, devices, ports, shared memory."""
     from andon.commands.doctor import examine
 
     examine(_console())
 
 
 @app.command()
-def drill(
-    transport: Annotated[str, typer.Option(help="A transport that connects workers.")] = "shm",
-) -> None:
-    """Rehearse every fault on this machine and show that the line stops.
+def drill(transport: Annotated[str, typer.Option(help="A transport that connects workers.")] = "shm") -> None:
+    """Inject every kind of fault into a small run on this machine and check that the run stops.
 
     Faults can also be given to `andon train` as --fault kind:key=value,… (repeatable):
     nan|inf:rank=1,step=7[,slot=S][,parameter=NAME] ·
@@ -204,15 +197,15 @@ def drill(
 @bench_app.command("transport")
 def bench_transport(
     transports: Annotated[
-        str, typer.Option(help="Which, and `:bf16` for that wire.")
+        str, typer.Option(help="Transports; `:bf16` after a name rounds gradients on the wire.")
     ] = "shm,ring,ring:bf16,star,torch",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
     sizes: Annotated[str, typer.Option(help="Vector sizes.")] = "64KB,1MB,16MB,64MB,256MB",
-    repetitions: Annotated[int, typer.Option(min=1, help="Turns of each; the median counts.")] = 7,
-    rate: Annotated[str, typer.Option(help="In a network that carries so much, such as 4gbit (Linux).")] = "",
+    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each; the median counts.")] = 7,
+    rate: Annotated[str, typer.Option(help="Limit the network to a rate such as 4gbit (Linux).")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
 ) -> None:
-    """All-reduce of every transport against gloo, interleaved in one run."""
+    """Measure the all-reduce of every transport against gloo, interleaved in one run."""
     _enter_network(rate)
     from andon.bench.transport import main as run
     from andon.bench.transport import parse_size
@@ -229,11 +222,11 @@ def bench_train(
     repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median counts.")] = 9,
     transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
     zero: Annotated[
-        bool, typer.Option("--zero", help="ZeRO against plain data parallel and torch's own ZeRO instead.")
+        bool, typer.Option("--zero", help="Measure ZeRO against plain data parallel and torch's ZeRO instead.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
 ) -> None:
-    """Andon's step with and without checks against PyTorch DDP over Gloo, interleaved in one run."""
+    """Measure Andon's step with and without checks against PyTorch DDP over gloo, interleaved in one run."""
     _enter_network()
     from andon.bench.train import main as run
 
@@ -249,7 +242,7 @@ def bench_checkpoint(
     folder: Annotated[Path, typer.Option(help="The disk to write to.")] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """What a save costs, against a memory copy, dd and torch.distributed.checkpoint, in one run."""
+    """Measure a save against a memory copy, dd and torch.distributed.checkpoint, in one run."""
     from andon.bench.checkpoint import main as run
 
     run(preset, ranks, tokens, repetitions, folder, as_json)
@@ -258,9 +251,9 @@ def bench_checkpoint(
 @checkpoint_app.command("ls")
 def checkpoint_ls(
     path: Checkpoints,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every byte, not only sizes.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Verify every byte, not only sizes.")] = False,
 ) -> None:
-    """Step, loss, size, age and verdict of every checkpoint."""
+    """Print step, loss, size, age and verdict of every checkpoint."""
     from andon.commands.checkpoint import show
 
     show(path, verify, _console())
@@ -285,11 +278,11 @@ def checkpoint_diff(first: Checkpoint, second: Checkpoint) -> None:
 @checkpoint_app.command("prune")
 def checkpoint_prune(
     path: Checkpoints,
-    keep: Annotated[int, typer.Option(min=1, help="Keep the last so many.")] = 3,
-    keep_every: Annotated[int, typer.Option(min=0, help="And those of every so many steps.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")] = 3,
+    keep_every: Annotated[int, typer.Option(min=0, help="Also keep the checkpoint of every N-th step; 0: none.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove old checkpoints, never the only good one."""
+    """Remove old checkpoints, but never the newest good one."""
     from andon.commands.checkpoint import prune
 
     prune(path, keep, keep_every, dry_run, _console())
@@ -297,7 +290,7 @@ def checkpoint_prune(
 
 @config_app.command("show", context_settings=ANY)
 def config_show(context: typer.Context) -> None:
-    """Print the resolved configuration of CONFIG.yaml and overrides."""
+    """Print the configuration that CONFIG.yaml, presets and overrides resolve to."""
     typer.echo(_config(context.args).to_yaml(), nl=False)
 
 
@@ -320,11 +313,11 @@ def config_schema() -> None:
 
 @data_app.command("show")
 def data_show(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    windows: Annotated[str, typer.Option(help="Window numbers, as a halt names them: 12,480")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    windows: Annotated[str, typer.Option(help="Window numbers, as named in a halt: 12,480")],
 ) -> None:
     """Print the text of training windows."""
-    from andon.run.prepare import show_windows
+    from andon.commands.data import show_windows
 
     show_windows(run, _numbers("--windows", windows), _console())
 
@@ -332,12 +325,12 @@ def data_show(
 def _config(arguments: list[str]) -> Config:
     from andon.config.load import load, parse_arguments
 
-    words, overrides = parse_arguments(arguments)
-    files = [word for word in words if word.endswith((".yaml", ".yml"))]
-    corpus = [word for word in words if word not in files]
+    paths, overrides = parse_arguments(arguments)
+    files = [path for path in paths if path.endswith((".yaml", ".yml"))]
+    corpus = [path for path in paths if path not in files]
     if len(files) > 1 or (files and corpus):
         raise UserError(
-            f"{' '.join(words)} is more than one configuration",
+            f"{' '.join(paths)} is more than one configuration",
             "A configuration names its own corpus",
             "Give one CONFIG.yaml, or only paths of text; --data.corpus overrides the corpus",
         )
@@ -356,27 +349,18 @@ def _enter_network(rate: str = "") -> None:
 
 def _numbers(option: str, text: str) -> list[int]:
     try:
-        return [int(word) for word in text.split(",")]
+        return [int(number) for number in text.split(",")]
     except ValueError:
         raise UserError(
-            f"{option} {text} is no list of numbers", "They are separated by commas", f"{option} 1,2"
+            f"{option} {text} is not a list of numbers", "Numbers are separated by commas", f"{option} 1,2"
         ) from None
 
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise UserError(f"{text!r} is no address", "It must be HOST:PORT", "For example 127.0.0.1:29400")
+        raise UserError(f"{text!r} is not an address", "It must be HOST:PORT", "For example 127.0.0.1:29400")
     return host.strip("[]"), int(port)
-
-
-def _refuse(words: list[str]) -> None:
-    if words:
-        raise UserError(
-            f"`andon demo` takes no {words[0]!r}",
-            "It trains on the built-in stories",
-            f"Try `andon train {words[0]}`",
-        )
 
 
 def _console(stderr: bool = False) -> Console:

@@ -1,4 +1,4 @@
-"""What it takes for a file to be there after the power has failed."""
+"""Atomic and durable writing: a file is there whole or not at all, and survives a loss of power."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, have reached the disk."""
+    """Wait until a file's data, or a folder's entries, have reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file atomically: a reader sees the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

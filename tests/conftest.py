@@ -8,11 +8,8 @@ import pytest
 
 from tests import runs
 
-ALONE = {
-    *("test_group_contract", "test_ring", "test_star", "test_shm", "test_torch_group"),
-    *("test_gradient_server", "test_interrupt", "test_plan", "test_cord"),
-}
-"""Files whose deadlines or measurements other tests would disturb."""
+ALONE = {*("test_group_contract", "test_ring", "test_star", "test_shm", "test_torch_group"), "test_gradient_server"}
+"""Files whose deadlines other tests would disturb."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,11 +13,13 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "andon"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From the bottom to the top. A file may import its own layer and those before it. Its layer is that
-# of the longest name that fits. `order` and `arena` are what transports and optimizers are written in.
+# From the bottom to the top. A file may import its own layer and those before it. Every file is in a layer:
+# that of the longest name that fits. Transports and optimizers are written in terms of `order` and `arena`.
 LAYERS = (
+    "version",
     "errors",
     "files",
+    "machine",
     "engine.order",
     "engine.arena",
     "model",
@@ -36,7 +38,7 @@ LAYERS = (
     "bench",
     "cli",
 )
-ENGINE = {"files", "engine", "transport", "optim", "integrity", "checkpoint", "data", "model"}
+ENGINE = {"files", "machine", "engine", "transport", "optim", "integrity", "checkpoint", "data", "model"}
 ENGINE_MAY_IMPORT = {"torch", "numpy", "safetensors", "blake3", "andon"} | set(sys.stdlib_module_names)
 
 

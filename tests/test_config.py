@@ -10,7 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.config.load import DEFAULTS, build, keys, load, parse_arguments
+from andon.config.load import build, keys, load, parse_arguments
+from andon.config.presets import DEFAULTS
 from andon.errors import UserError
 from andon.model.shape import SHAPES
 
@@ -63,21 +64,19 @@ def test_an_unknown_key_gets_a_suggestion() -> None:
         ("data.validation", "0.9", "less than 0.5"),
     ],
 )
-def test_a_refused_value_names_the_key_the_value_and_what_is_allowed(
-    key: str, value: str, allowed: str
-) -> None:
+def test_a_refused_value_names_the_key_the_value_and_what_is_allowed(key: str, value: str, allowed: str) -> None:
     error = refusal(**{key: value})
     assert key in error.what and repr(value) in error.what and allowed in error.cause
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    assert "5 workers cannot share train.slots = 4" in refusal(workers=5).what
+    assert "5 workers need at least one slot each, but train.slots = 4" in refusal(workers=5).what
     assert "multiple of kv_heads 3" in refusal(model__kv_heads=3).what
     assert "even multiple of heads" in refusal(model__hidden=100).what
 
 
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
-    for text, what in [("a: [", "not valid YAML"), ("- 1", "holds no configuration")]:
+    for text, what in [("a: [", "not valid YAML"), ("- 1", "is not a configuration")]:
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(UserError, match=what):
             load(tmp_path / "bad.yaml")
@@ -99,8 +98,7 @@ def test_every_key_has_a_help_text() -> None:
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(),
-        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+        st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
     )
 )
 def test_no_value_breaks_the_reader(value: object) -> None:
@@ -110,3 +108,39 @@ def test_no_value_breaks_the_reader(value: object) -> None:
         assert len(str(error).splitlines()) >= 3
     else:
         json.dumps(value)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_number_that_is_not_finite_is_refused(value: str) -> None:
+    assert "finite number" in refusal(**{"optim.lr": value}).cause
+
+
+def test_a_head_of_odd_size_is_refused() -> None:
+    assert "even multiple of heads" in refusal(model__hidden=36, model__heads=4).what
+
+
+def test_the_optimizer_state_is_shared_out_except_alone_and_over_a_star() -> None:
+    policies = {
+        transport: load(None, {"workers": 2}).with_transport(transport).zero.policy
+        for transport in ("local", "shm", "star", "ring", "torch")
+    }
+    assert policies == {"local": "off", "shm": "even", "star": "off", "ring": "even", "torch": "even"}
+    assert load(None, {"zero.policy": "contiguous"}).with_transport("star").zero.policy == "contiguous"
+
+
+DECIDE = {
+    **{"seed": 2, "model.layers": 3, "train.slots": 8, "train.context": 64, "optim.lr": 0.5},
+    **{"optim.clip": 0.5, "on_nonfinite": "skip", "max_skips": 7, "data.validation": 0.25},
+}
+DO_NOT_DECIDE = {
+    **{"workers": 2, "threads": 2, "group.transport": "ring", "zero.policy": "even", "run.dir": "elsewhere"},
+    **{"checkpoint.every": 7, "eval.every": 7, "data.cache": "elsewhere", "group.timeout": 3},
+}
+
+
+def test_ranks_agree_on_what_decides_the_weights_and_on_nothing_else() -> None:
+    answer = load(None).answer
+    for key, value in DECIDE.items():
+        assert load(None, {key: value}).answer != answer, key
+    for key, value in DO_NOT_DECIDE.items():
+        assert load(None, {key: value}).answer == answer, key

@@ -8,12 +8,12 @@ import socket
 import struct
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, andon, start, summary, train
+from tests.runs import SMALL, andon, start, summary, train, wait_for_step
 
 STEPS = ["--train.steps=8"]
 
@@ -40,9 +40,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("transport", "workers"), [("star", 3), ("ring", 2)])
-def test_workers_started_by_hand_give_the_answer(
-    tmp_path: Path, answer: str, transport: str, workers: int
-) -> None:
+def test_workers_started_by_hand_give_the_answer(tmp_path: Path, answer: str, transport: str, workers: int) -> None:
     options = [f"--workers={workers}", f"--group.transport={transport}"]
     with coordinating(tmp_path, *options) as (coordinator, address):
         started = [start("worker", address, cwd=tmp_path) for _ in range(workers)]
@@ -54,17 +52,12 @@ def test_workers_started_by_hand_give_the_answer(
     assert summary(tmp_path / "run")["transport"] == transport
 
 
-def test_a_worker_with_other_data_is_refused_with_the_reason_and_another_takes_its_place(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_with_other_data_is_refused_with_the_reason_and_another_takes_its_place(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("One two three four five. " * 400)
     other = tmp_path / "other"
     other.mkdir()
     (other / "text.txt").write_text("Six seven eight nine ten. " * 400)
-    with coordinating(tmp_path, "text.txt", "--workers=1", "--group.transport=ring") as (
-        coordinator,
-        address,
-    ):
+    with coordinating(tmp_path, "text.txt", "--workers=1", "--group.transport=ring") as (coordinator, address):
         code, output = andon("worker", address, cwd=other)
         assert code == 1 and "its tokens are not the coordinator's" in output, output
         code, output = andon("worker", address, cwd=tmp_path)
@@ -81,7 +74,7 @@ def test_a_worker_of_another_version_is_refused_with_the_reason(tmp_path: Path) 
             connection.sendall(struct.pack(">I", len(hello)) + hello)
             (length,) = struct.unpack(">I", connection.recv(4))
             answer = json.loads(connection.recv(length)[1:])
-    assert answer["kind"] == "refused" and "it 9.9.9" in answer["reason"]
+    assert answer["kind"] == "refused" and "it runs 9.9.9" in answer["reason"]
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x05\x10null", b"\xff" * 64, b""])
@@ -98,7 +91,7 @@ def test_noise_at_the_door_does_no_harm(tmp_path: Path, answer: str, noise: byte
 
 def test_binding_off_loopback_needs_a_word(tmp_path: Path) -> None:
     code, output = andon("coordinator", *SMALL, "--bind=0.0.0.0:0", cwd=tmp_path)
-    assert code == 1 and "Nobody is authenticated yet" in output and "--insecure" in output, output
+    assert code == 1 and "Workers are not authenticated" in output and "--insecure" in output, output
 
 
 def test_a_coordinator_that_is_not_there(tmp_path: Path) -> None:
@@ -106,3 +99,73 @@ def test_a_coordinator_that_is_not_there(tmp_path: Path) -> None:
         port = server.getsockname()[1]
     code, output = andon("worker", f"127.0.0.1:{port}", cwd=tmp_path)
     assert code == 1 and "cannot be reached" in output, output
+
+
+def test_a_worker_that_is_lost_is_not_a_success(tmp_path: Path) -> None:
+    options = ["--workers=2", "--group.transport=ring", "--train.steps=100000"]
+    with coordinating(tmp_path, *options) as (coordinator, address):
+        workers = [start("worker", address, cwd=tmp_path) for _ in range(2)]
+        wait_for_step(tmp_path / "run", 2, coordinator)
+        for worker in workers:
+            worker.kill()
+        output, _ = coordinator.communicate(timeout=60)
+    assert coordinator.returncode == 1 and "was lost" in output, output
+
+
+JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark"}
+
+
+class PlainWorker:
+    """A worker of which only the control link is there, spoken by hand."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        from andon import __version__
+
+        self.socket = socket.create_connection(address, timeout=30)
+        self.send("hello", version=__version__, host="here", pid=1, rank=None)
+        assert self.receive() == "job"
+        self.send("ready", data="digest", folder="mark")
+        assert self.receive() == "welcome"
+
+    def send(self, kind: str, **fields: object) -> None:
+        payload = b"\x10" + json.dumps({"kind": kind, **fields}).encode()
+        self.socket.sendall(struct.pack(">I", len(payload)) + payload)
+
+    def receive(self) -> object:
+        (length,) = struct.unpack(">I", self._read(4))
+        return json.loads(self._read(length)[1:])["kind"]
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            data += self.socket.recv(count - len(data))
+        return data
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "failures"),
+    [
+        ([0, 0], 0, []),
+        ([0, 3], 3, []),
+        ([3, 0], 3, []),
+        ([0, None], 1, ["Rank 1 was lost"]),
+        ([None, 0], 1, ["Rank 0 was lost"]),
+    ],
+)
+def test_the_worst_end_of_a_worker_is_the_end_of_the_run(
+    ends: list[int | None], code: int, failures: list[str]
+) -> None:
+    """None: its connection ends without a goodbye."""
+    from andon.cluster.coordinator import Coordinator
+
+    with closing(Coordinator(JOB, 2, lambda event: None)) as coordinator:
+        workers = [PlainWorker(coordinator.address) for _ in ends]
+        for worker in workers:
+            worker.send("value", topic="addresses", value="here")
+        assert [worker.receive() for worker in workers] == ["values", "values"]
+        for worker, end in zip(workers, ends, strict=True):
+            if end is not None:
+                worker.send("bye", code=end)
+            worker.socket.close()
+        assert coordinator.wait() == code
+        assert [failure.what for failure in coordinator.failures] == failures

@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andon.data.build import Corpus, prepare
-from andon.data.sources import PIECE, Counts, Document, documents, find_files
+from andon.data.sources import PIECE_BYTES, Counts, Document, documents, find_files
 from andon.data.stories import stories
 from andon.data.token_set import TokenSet
 from andon.data.tokenizer import Tokenizer
@@ -113,13 +114,13 @@ def test_a_file_of_an_unknown_kind_is_an_error(folder: Path) -> None:
 def test_pieces_are_never_cut_inside_a_character(
     tmp_path_factory: pytest.TempPathFactory, lead: int, unit: str, extra: int, copies: int
 ) -> None:
-    text = "a" * lead + unit * (copies * PIECE // len(unit.encode()) + extra)
+    text = "a" * lead + unit * (copies * PIECE_BYTES // len(unit.encode()) + extra)
     file = tmp_path_factory.mktemp("pieces") / "a.txt"
     file.write_text(text, newline="")
     pieces, counts = read(file)
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert all(len(piece.text.encode()) <= PIECE for piece in pieces)
+    assert all(len(piece.text.encode()) <= PIECE_BYTES for piece in pieces)
     assert (counts.replaced, counts.bytes, counts.documents) == (0, len(text.encode()), 1)
     if "\n" in unit:
         assert all(piece.text.endswith("\n") for piece in pieces[:-1])
@@ -127,14 +128,14 @@ def test_pieces_are_never_cut_inside_a_character(
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_very_long_row_comes_in_pieces(tmp_path: Path, kind: str) -> None:
-    text = "日本語 " * PIECE
+    text = "日本語 " * PIECE_BYTES
     file = tmp_path / f"a.{kind}"
     if kind == "jsonl":
         file.write_text(json.dumps({"text": text}) + "\n" + '{"text": "next"}')
     else:
         write_parquet(file, [text, "next"])
     assert texts(file) == [text, "next"]
-    assert all(len(piece.text.encode()) <= PIECE for piece in read(file)[0])
+    assert all(len(piece.text.encode()) <= PIECE_BYTES for piece in read(file)[0])
 
 
 def test_invalid_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_invalid_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "good"}\n\n' + line)
-    with pytest.raises(UserError, match=r"a.jsonl: line 3 holds no text"):
+    with pytest.raises(UserError, match=r"a.jsonl: line 3 has no text"):
         read(file)
 
 
@@ -158,16 +159,14 @@ def test_a_parquet_file_without_text_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="its columns are n, content"):
         read(file)
     write_parquet(file, ["x", None])
-    with pytest.raises(UserError, match=r"row 2 holds no text"):
+    with pytest.raises(UserError, match=r"row 2 has no text"):
         read(file)
     file.write_bytes(gzip.compress(b"something else"))
-    with pytest.raises(UserError, match=r"a.parquet: the table after row 0 holds no text"):
+    with pytest.raises(UserError, match=r"a.parquet: the table after row 0 has no text"):
         read(file)
 
 
-def test_without_pyarrow_the_error_says_what_to_install(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyarrow_the_error_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"pip install 'andon\[parquet\]'"):
         read(folder)
@@ -179,9 +178,9 @@ def test_without_pyarrow_the_error_says_what_to_install(
 def test_every_document_ends_with_the_end_token(folder: Path, tmp_path: Path) -> None:
     made = prepare(in_bytes(folder), tmp_path / "cache")
     expected = [id for text in ["one\n", "two", "thrée", "four", "five"] for id in [*text.encode(), END]]
-    assert made.read(0, made.tokens).tolist() == expected
+    assert made.read(0, made.token_count).tolist() == expected
     assert (made.vocab_size, made.meta["documents"], made.meta["replaced"]) == (257, 5, 0)
-    assert made.bytes_per_token == (made.tokens - 5) / made.tokens
+    assert made.bytes_per_token == (made.token_count - 5) / made.token_count
     assert made.meta["source"] == "a.txt, b.jsonl, c.parquet"
     made.verify()
 
@@ -190,7 +189,7 @@ def test_the_built_in_stories_are_learned_and_told_again(tmp_path: Path) -> None
     corpus = Corpus(vocab_size=500, stories_count=200, stories_seed=3)
     made = prepare(corpus, tmp_path)
     tokenizer = made.tokenizer()
-    told = tokenizer.decode(made.read(0, made.tokens).tolist()).split("<|endoftext|>")
+    told = tokenizer.decode(made.read(0, made.token_count).tolist()).split("<|endoftext|>")
     assert told == [*stories(3, 200), ""]
     assert made.vocab_size == tokenizer.vocab_size == 500
     assert prepare(corpus, tmp_path).digest == made.digest
@@ -212,7 +211,7 @@ def test_a_vocabulary_above_65536_takes_four_bytes_a_token(folder: Path, tmp_pat
     (folder / "a.txt").write_text("one<last>")
     made = prepare(Corpus((str(folder / "a.txt"),), str(tmp_path)), tmp_path / "cache")
     assert (made.meta["dtype"], made.vocab_size) == ("<u4", 70_001)
-    assert made.read(0, made.tokens).tolist() == [*b"one", 70_000, END]
+    assert made.read(0, made.token_count).tolist() == [*b"one", 70_000, END]
 
 
 def test_reads_cross_shard_boundaries(tmp_path: Path) -> None:
@@ -252,6 +251,29 @@ def test_the_same_text_elsewhere_shares_the_cache(folder: Path, tmp_path: Path) 
     assert prepare(Corpus((str(tmp_path / "moved"),), "bpe", 300), cache).folder != first.folder
 
 
+def test_a_file_that_changes_within_a_tick_of_the_clock_is_read_again(tmp_path: Path) -> None:
+    file, now = tmp_path / "a.txt", time.time_ns()
+    digests = []
+    for text in ("one", "two"):  # of the same length, and written at the same time
+        file.write_text(text)
+        os.utime(file, ns=(now, now))
+        digests.append(prepare(in_bytes(file), tmp_path / "cache").digest)
+    assert digests[0] != digests[1]
+
+
+def test_every_tokenizer_has_tokens_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two one two three " * 50)
+    for name, text in (("ones", "one one one"), ("twos", "two two two")):
+        (tmp_path / name).mkdir()
+        Tokenizer.train([text], 270).save(tmp_path / name)
+    settings = [("bytes", 300), ("bpe", 260), ("bpe", 262)]
+    settings += [(str(tmp_path / name), 300) for name in ("ones", "twos")]
+    made = [prepare(Corpus((str(tmp_path / "a.txt"),), *each), tmp_path / "cache") for each in settings for _ in "12"]
+    assert [one.folder for one in made[::2]] == [again.folder for again in made[1::2]]
+    assert len({each.folder for each in made}) == 5
+    assert len({each.digest for each in made}) == 5
+
+
 def test_a_spoiled_index_is_only_a_slower_start(folder: Path, tmp_path: Path) -> None:
     first = prepare(in_bytes(folder), tmp_path)
     (tmp_path / "digests.json").write_text('{"half')
@@ -288,7 +310,7 @@ def test_a_text_that_grows_meanwhile_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="changed while it was being tokenized"):
         prepare(in_bytes(file), tmp_path / "cache", grow)
-    assert prepare(in_bytes(file), tmp_path / "cache").tokens == 12
+    assert prepare(in_bytes(file), tmp_path / "cache").token_count == 12
 
 
 def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
@@ -416,9 +438,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
-def test_a_full_disk_is_a_user_error_and_harms_nothing(
-    folder: Path, tmp_path: Path, small_disk: Path
-) -> None:
+def test_a_full_disk_is_a_user_error_and_harms_nothing(folder: Path, tmp_path: Path, small_disk: Path) -> None:
     prepare(in_bytes(folder), small_disk)
     (tmp_path / "a.txt").write_text("words " * 100_000)
     with pytest.raises(UserError, match=r"cannot be written\nNo space left on device"):
@@ -459,7 +479,7 @@ def peak_megabytes(text: Path, cache: Path, tokenizer: str) -> float:
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 def test_memory_stays_bounded(tmp_path: Path, tokenizer: str) -> None:
-    write_prose(tmp_path / "a.txt", 25 if tokenizer == "bpe" else 5)
+    write_prose(tmp_path / "a.txt", 18 if tokenizer == "bpe" else 5)
     assert peak_megabytes(tmp_path / "a.txt", tmp_path / "cache", tokenizer) < 600
 
 

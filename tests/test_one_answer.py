@@ -21,7 +21,7 @@ from andon.transport.base import TRANSPORTS, Group
 from tests.group_harness import World, worlds
 from tests.training import make_trainer, small_config, small_tokens, train_digest
 
-STEPS = 50
+STEPS = 16
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +39,13 @@ def plain_loop(folder: Path, config: Config) -> str:
     torch.set_num_threads(1)
     train, optim = config.train, config.optim
     source = TokenSet.open(folder)
-    batches = Batches(
-        source, config.seed, train.slots, train.micro_batch, train.context, config.data.validation
-    )
+    batches = Batches(source, config.seed, train.slots, train.micro_batch, train.context, config.data.validation)
     model = Llama(config.shape)
     model.initialise(config.seed)
     named = dict(model.named_parameters())
     decayed = [value for value in named.values() if value.dim() > 1]
     others = [value for value in named.values() if value.dim() == 1]
-    groups = [
-        {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
     def slot_gradient(step: int, slot: int) -> dict[str, Tensor]:
@@ -87,6 +82,15 @@ def test_every_transport_and_number_of_workers_gives_the_answer(
     config = small_config(train__steps=STEPS, optim__clip=0)
     with World(transport, size) as world:
         assert world.run(train_digest, tokens, config, deadline=100) == [answer] * size
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("star", 4), ("torch", 2)])
+def test_after_two_hundred_steps_it_is_still_the_answer(tokens: Path, transport: str, size: int) -> None:
+    config = small_config(train__steps=200, optim__clip=0)
+    with World(transport, size) as world:
+        digests = world.run(train_digest, tokens, config, deadline=100)
+    assert digests == [plain_loop(tokens, config)] * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -142,9 +146,7 @@ def global_mean(trainer: Trainer, config: Config) -> Tensor:
         x, y = trainer.batch(1, slot)
         y = y.clone()
         y[:, 3 + slot :] = -100
-        losses.append(
-            torch.nn.functional.cross_entropy(model.logits(x).flatten(0, 1), y.flatten(), reduction="sum")
-        )
+        losses.append(torch.nn.functional.cross_entropy(model.logits(x).flatten(0, 1), y.flatten(), reduction="sum"))
         count += int((y != -100).sum())
     (torch.stack(losses).sum() / count).backward()  # type: ignore[no-untyped-call]
     flat = torch.zeros(trainer.model.arena.layout.size)

@@ -19,14 +19,7 @@ from andon.data.tokenizer import Tokenizer, sample
 from andon.errors import UserError
 
 KINDS = ["bytes", "bpe"]
-TEXTS = [
-    "",
-    "Once upon a time",
-    "  a\r\n\n\tb  ",
-    "naïve 日本語 🙂‍↔️\x00\ufffd",
-    "it's <|endoftext|> x",
-    "1234567",
-]
+TEXTS = ["", "Once upon a time", "  a\r\n\n\tb  ", "naïve 日本語 🙂‍↔️\x00\ufffd", "it's <|endoftext|> x", "1234567"]
 
 
 @cache
@@ -54,9 +47,7 @@ def test_ids_of_the_byte_tokenizer_are_the_bytes(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hugging_face_reads_the_saved_folder_alike(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hugging_face_reads_the_saved_folder_alike(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -118,7 +109,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere cannot be read\nNo such file"):
         Tokenizer.load(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    with pytest.raises(UserError, match=r"it is no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"it is not a tokenizer\.json"):
         Tokenizer.load(tmp_path)
 
 
@@ -135,3 +126,13 @@ def test_text_without_words_is_sampled_less(monkeypatch: pytest.MonkeyPatch) -> 
     taken = list(sample((text, number / 1_000) for number, text in enumerate(distinct)))
     # The leading zeros are cut into equal words of 32 and are counted once.
     assert sum(map(len, taken)) < 30_000
+
+
+def test_a_given_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
+    import tokenizers
+
+    inner = tokenizers.Tokenizer.from_str(Tokenizer.bytes().to_json())
+    inner.enable_truncation(5)
+    inner.enable_padding(length=40)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode_batch(["a long text", "ab"]) == [[*b"a long text"], [*b"ab"]]

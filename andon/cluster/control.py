@@ -2,7 +2,7 @@
 
 One frame per message (tag 0x10, then a JSON object with its `kind`). The dialogue:
   worker       hello    "here I am: this version, host and process"
-  coordinator  plan     "this is the whole configuration, and the digest of the data"
+  coordinator  job      "this is the whole configuration, and the digest of the data"
   worker       ready    "I have data with this digest"
   coordinator  welcome  "you are this rank of so many"   (or refused, with the reason, at any point before)
   worker       value    "my value for this topic of the rendezvous is …"  (addresses, when a group is formed)

@@ -1,8 +1,8 @@
-"""The coordinator: knows the workers, hands out ranks and the configuration, lets them find each other.
+"""The coordinator: admits workers, hands out ranks and the configuration, and is their rendezvous.
 
-It holds no weights and sees no gradient. Each worker has one thread here that reads its control link
-(`andon.cluster.control` has the dialogue). A worker has *left* when it said goodbye with an exit code, and is
-*lost* when its link ended without one.
+It holds no weights and sees no gradient. One thread per worker reads its control link
+(`andon.cluster.control` has the dialogue). A worker has *left* when it has sent its exit code, and is *lost*
+when its connection ended without one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import andon
 from andon.cluster.control import COORDINATOR, ControlLink, Message
 from andon.errors import UserError
 from andon.run.events import Emit, Event, cannot_write, event
 from andon.transport.base import GroupError, ProtocolError
 from andon.transport.tcp.connect import Link
+from andon.version import VERSION
 
-BLINK = 0.5  # seconds between looks at what else has happened
+POLL = 0.5  # seconds; a wait without a timeout would not let Python handle signals
 HANDSHAKE_SECONDS = 10.0
 PREPARE_SECONDS = 3600.0
 
@@ -30,12 +30,10 @@ class Refused(GroupError):
 
 
 class Coordinator:
-    """Serves the workers of one run; `on_event` is told what happens."""
+    """Serves the workers of one run; `on_event` receives their events."""
 
-    def __init__(
-        self, plan: dict[str, Any], world_size: int, on_event: Emit, bind: tuple[str, int] = ("127.0.0.1", 0)
-    ) -> None:
-        self.plan, self.world_size, self.on_event = plan, world_size, on_event
+    def __init__(self, job: Message, world_size: int, on_event: Emit, bind: tuple[str, int] = ("127.0.0.1", 0)) -> None:
+        self.job, self.world_size, self.on_event = job, world_size, on_event
         self.failures: list[UserError] = []
         self.codes: dict[int, int] = {}
         """The exit code of every worker that has left or was lost."""
@@ -60,28 +58,26 @@ class Coordinator:
             try:
                 link.send(kind, **fields)
             except GroupError as error:  # its own thread will see the end of the link
-                self._record(event("note", text=f"rank {rank} did not hear '{kind}': {error}"))
+                self._record(event("note", text=f"rank {rank} did not receive '{kind}': {error}"))
 
     def wait(self) -> int:
         """Wait until every worker has left; the worst exit code."""
-        with self._changed:  # a wait without an end would not let signals through that come together
+        with self._changed:
             while not self.all_left:
-                self._changed.wait(BLINK)
+                self._changed.wait(POLL)
         if self._lost and not self.failures:
             what = f"Rank {self._lost[0]} was lost"
-            self.failures.append(
-                UserError(what, "Its connection ended", "Start everything again: it goes on")
-            )
+            self.failures.append(UserError(what, "Its connection ended", "Start all of them again: they resume"))
         return max(self.codes.values())
 
     @property
     def all_left(self) -> bool:
-        """Whether every worker has said goodbye or was lost."""
+        """Whether every worker has left or was lost."""
         return len(self.codes) == self.world_size
 
     def close(self) -> None:
         """Stop listening."""
-        # shutdown wakes the thread that waits in accept; close alone would leave it there.
+        # shutdown wakes the thread that waits in accept; close alone would not.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -120,23 +116,17 @@ class Coordinator:
         hello = control.receive()
         if hello["kind"] != "hello":
             raise ProtocolError(f"a connection opened with {hello['kind']!r}, not with 'hello'")
-        if hello.get("version") != andon.__version__:
-            self._refuse(
-                control, hello, f"the coordinator runs Andon {andon.__version__}, it {hello.get('version')}"
-            )
-        control.send("plan", **self.plan)
+        if hello.get("version") != VERSION:
+            self._refuse(control, hello, f"the coordinator runs Andon {VERSION}, it runs {hello.get('version')}")
+        control.send("job", **self.job)
         control.link.socket.settimeout(PREPARE_SECONDS)
         ready = control.receive()
         if ready["kind"] == "failed":
             self._refuse(control, hello, ready["what"])
-        if ready.get("data") != self.plan["data"]:
-            self._refuse(
-                control, hello, "its tokens are not the coordinator's: the corpus or the tokenizer differ"
-            )
+        if ready.get("data") != self.job["data"]:
+            self._refuse(control, hello, "its tokens are not the coordinator's: the corpus or the tokenizer differ")
         with self._lock:
-            rank = self._free_rank(
-                control, hello, sees_folder=ready.get("folder") == self.plan["folder_mark"]
-            )
+            rank = self._free_rank(control, hello, sees_folder=ready.get("folder") == self.job["folder_mark"])
             control.link.peer = rank
             control.link.socket.settimeout(None)
             control.send("welcome", rank=rank, world_size=self.world_size)
@@ -154,10 +144,8 @@ class Coordinator:
         if not sees_folder:
             free = [rank for rank in free if rank]
         if not free:
-            folder = self.plan["config"]["run"]["dir"]
-            self._refuse(
-                control, hello, f"rank 0 is left, which writes checkpoints, and it cannot see {folder}"
-            )
+            folder = self.job["config"]["run"]["dir"]
+            self._refuse(control, hello, f"rank 0 is left, which writes checkpoints, and it cannot see {folder}")
         return hello["rank"] if hello.get("rank") in free else free[-1 if not sees_folder else 0]
 
     def _refuse(self, control: ControlLink, hello: Message, reason: str) -> NoReturn:
@@ -169,7 +157,7 @@ class Coordinator:
             case "event":
                 self._record(message["event"])
             case "value":
-                self._collect_value(rank, message["topic"], message["value"])
+                self._collect(rank, message["topic"], message["value"])
             case "failed":
                 with self._lock:
                     self.failures.append(UserError(message["what"], message["cause"], message["remedy"]))
@@ -179,22 +167,22 @@ class Coordinator:
                 raise ProtocolError(f"rank {rank} sent a message of unknown kind {other!r}")
         return None
 
-    def _record(self, said: Event) -> None:
-        """Pass an event on; if it cannot be recorded, all save and leave, and it is said at the end."""
+    def _record(self, event: Event) -> None:
+        """Pass an event on; if it cannot be recorded, all workers save and leave."""
         try:
-            self.on_event(said)
+            self.on_event(event)
         except OSError as error:
             with self._lock:
                 self.failures.append(cannot_write(error))
                 if not self._stopping:
                     self.stop()
 
-    def _collect_value(self, rank: int, topic: str, value: str) -> None:
+    def _collect(self, rank: int, topic: str, value: str) -> None:
+        """Keep a rank's rendezvous value; once all have arrived, send them to everyone."""
         with self._lock:
             values = self._values[topic]
             values[rank] = value
             if len(values) == self.world_size:
                 del self._values[topic]
                 self._begun = True
-                by_rank = [values[each] for each in range(self.world_size)]
-                self._tell_all("values", topic=topic, values=by_rank)
+                self._tell_all("values", topic=topic, values=[values[each] for each in sorted(values)])

@@ -1,4 +1,4 @@
-"""A worker: joins a coordinator, learns the configuration and its rank, and trains."""
+"""A worker: joins a coordinator, receives the configuration and its rank, and trains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -14,28 +13,31 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
-import andon
 from andon.cluster.control import COORDINATOR, ControlLink, Message
-from andon.config.schema import Config
+from andon.cluster.signals import save_on_signal
+from andon.config.schema import Config, DataConfig
 from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.run.events import Event
 from andon.run.folder import read_mark
 from andon.transport.base import GroupError, GroupTimeout
 from andon.transport.tcp.connect import Link
+from andon.version import VERSION
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXIT_USER_ERROR = 1
 EXIT_HALTED = 3
-START_AGAIN = "The same command goes on from the newest checkpoint"
-LOGGING = 5.0  # seconds that the log may take
-WAIT_FOR_ALL = 600.0  # seconds until every worker must have joined
+START_AGAIN = "Run the same command again: it resumes from the newest checkpoint"
+LOG_SECONDS = 5.0  # how long writing to the log may take
+JOIN_SECONDS = 600.0  # until every worker must have joined
 
 
-class Membership:
-    """This worker's place in a run: its rank, and the coordinator's ear."""
+class CoordinatorClient:
+    """A worker's side of the control link: its rank, the rendezvous, events out and the wish to stop in."""
 
     def __init__(self, control: ControlLink, welcome: Message, timeout: float) -> None:
         self.control, self.timeout = control, timeout
@@ -60,98 +62,107 @@ class Membership:
         except GroupError as error:
             if self._leaving:
                 return
-            # Without a coordinator nobody would end this process: leave, the last checkpoint stands.
-            _log(f"rank {self.rank}: the coordinator is gone ({error})")
+            # Nobody else would end this process. The newest checkpoint is complete, so it may exit at once.
+            _log(f"rank {self.rank}: the connection to the coordinator was lost ({error})")
             os._exit(EXIT_USER_ERROR)
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first Ctrl-C or SIGTERM: all workers save and leave after this step. The second ends this one.
-
-        A system that shuts down, or a batch system, signals every process and not the launcher alone."""
-        signal.signal(number, signal.SIG_DFL)
-        self.stop.set()
-
     def exchange(self, topic: str, mine: str) -> list[str]:
-        """Send the coordinator my value for a topic and get everyone's, by rank."""
+        """The rendezvous: send this rank's value under a topic and receive every rank's, in rank order."""
         started = time.monotonic()
         self.control.send("value", topic=topic, value=mine)
         try:
-            heard, values = self._values.get(timeout=self.timeout)
+            received, values = self._values.get(timeout=self.timeout)
         except queue.Empty:
             raise GroupTimeout(COORDINATOR, f"waiting for '{topic}'", time.monotonic() - started) from None
-        assert heard == topic, (heard, topic)
+        assert received == topic, (received, topic)
         return values
 
+    def emit(self, event: Event) -> None:
+        """Report an event."""
+        self.control.send("event", event=event)
+
+    def fail(self, what: str, cause: str, remedy: str) -> None:
+        """Report why this worker cannot go on."""
+        self.control.send("failed", what=what, cause=cause, remedy=remedy)
+
     def leave(self, code: int) -> None:
-        """Say goodbye: from here on the coordinator may go."""
+        """Send the exit code; after that the coordinator may close the connection."""
         self._leaving = True
         self.control.send("bye", code=code)
 
-    def emit(self, said: Event) -> None:
-        """Report an event."""
-        self.control.send("event", event=said)
+
+def join_run(host: str, port: int, console: Console) -> int:
+    """`andon worker`: join a coordinator, perhaps on another machine; gives the exit code."""
+    from andon.run.prepare import prepare_tokens
+
+    def tokens_of(config: Config, job: Message) -> TokenSet:
+        console.print(f"Joined {host}:{port}: {config.model.preset}, {config.train.steps:,} steps", style="dim")
+        data = config.data.model_copy(update={"cache": DataConfig().cache})  # each machine has its own
+        return prepare_tokens(config.model_copy(update={"data": data}), console)
+
+    try:
+        return join(host, port, None, tokens_of)
+    except GroupError as error:
+        raise UserError(
+            f"The coordinator at {host}:{port} cannot be reached",
+            str(error),
+            "Check the address and that `andon coordinator` is running there",
+        ) from None
 
 
 def join(host: str, port: int, rank: int | None, tokens_of: Callable[[Config, Message], TokenSet]) -> int:
-    """Join the coordinator at host:port, take part in its run, and give the exit code."""
+    """Join the coordinator at host:port and train as one rank of its run; gives the exit code."""
     control = ControlLink(Link.connect(host, port, COORDINATOR, timeout=10))
-    control.send("hello", version=andon.__version__, host=socket.gethostname(), pid=os.getpid(), rank=rank)
-    plan = _answer(control, "plan")
-    config = Config.model_validate(plan["config"])
+    control.send("hello", version=VERSION, host=socket.gethostname(), pid=os.getpid(), rank=rank)
+    job = _receive(control, "job")
+    config = Config.model_validate(job["config"])
     try:
-        tokens = tokens_of(config, plan)
+        tokens = tokens_of(config, job)
     except UserError as error:
         control.send("failed", what=error.what, cause=error.cause, remedy=error.remedy)
         raise
     control.send("ready", data=tokens.digest, folder=read_mark(config.run.dir))
-    membership = Membership(control, _answer(control, "welcome"), WAIT_FOR_ALL)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, membership.on_signal)
+    client = CoordinatorClient(control, _receive(control, "welcome"), JOIN_SECONDS)
+    # A batch system, or a machine that shuts down, signals every process and not only the launcher.
+    save_on_signal(client.stop.set)
     code = EXIT_USER_ERROR
+    stopped = f"Rank {client.rank} on {socket.gethostname()} stopped"
     try:
-        code = _work(config, tokens, plan, membership)
+        code = _train(config, tokens, job, client)
     except UserError as error:
-        control.send("failed", what=error.what, cause=error.cause, remedy=error.remedy)
+        client.fail(error.what, error.cause, error.remedy)
         _log(str(error))
     except GroupError as error:
-        what = f"Rank {membership.rank} on {socket.gethostname()} stopped: {error}"
-        control.send("failed", what=what, cause="A worker died or cannot be reached", remedy=START_AGAIN)
+        client.fail(f"{stopped}: {error}", "A worker died or cannot be reached", START_AGAIN)
         _log(traceback.format_exc())
     except Exception as error:
-        what = f"Rank {membership.rank} on {socket.gethostname()} stopped: {type(error).__name__}: {error}"
-        control.send(
-            "failed", what=what, cause="This was not expected", remedy=f"Its traceback is in {plan['log']}"
-        )
+        what = f"{stopped}: {type(error).__name__}: {error}"
+        client.fail(what, "An unexpected error", f"Its traceback is in {job['log']}")
         _log(traceback.format_exc())
-    membership.leave(code)
+    client.leave(code)
     return code
 
 
-def _work(config: Config, tokens: TokenSet, plan: dict[str, Any], membership: Membership) -> int:
-    """Train as one rank of a run; torch is loaded here and not before."""
+def _train(config: Config, tokens: TokenSet, job: Message, client: CoordinatorClient) -> int:
+    """Train as one rank; torch is loaded here and not before."""
     from andon.cluster.session import open_configured, train
     from andon.integrity.halt import JidokaHalt
 
-    group = open_configured(config, membership, membership.host, _reachable(plan["server"], membership))
-    resume = Path(plan["resume"]) if plan["resume"] else None
+    server = job["server"]
+    if server and server[0] in ("0.0.0.0", "::"):  # it listens everywhere, so also where the coordinator is
+        server = [client.control.link.socket.getpeername()[0], *server[1:]]
+    resume = Path(job["resume"]) if job["resume"] else None
     try:
-        train(config, tokens, group, resume, membership.emit, membership.stop.is_set)
+        with open_configured(config, client, client.host, server) as group:
+            train(config, tokens, group, resume, client.emit, client.stop.is_set)
     except JidokaHalt as halt:
         _log(str(halt))
         return EXIT_HALTED
     return 0
 
 
-def _reachable(server: list[Any] | None, membership: Membership) -> list[Any] | None:
-    """The address of the star's server; one that listens everywhere is where the coordinator is."""
-    if server and server[0] in ("0.0.0.0", "::"):
-        return [membership.control.link.socket.getpeername()[0], *server[1:]]
-    return server
-
-
 def _log(text: str) -> None:
-    """Write to the log of this worker, which may lie on a disk that is full or hangs: it is no loss, for the
-    coordinator hears it too."""
+    """Write to this worker's log, if its disk takes it in time; the coordinator is told the same."""
 
     def write() -> None:
         with contextlib.suppress(OSError):
@@ -159,24 +170,22 @@ def _log(text: str) -> None:
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    writer.join(LOGGING)
+    writer.join(LOG_SECONDS)
 
 
-def _answer(control: ControlLink, expected: str) -> Message:
-    answer = control.receive()
-    if answer["kind"] == "refused":
-        raise UserError(
-            "The coordinator refused this worker", answer["reason"], "Put that right and start it again"
-        )
-    assert answer["kind"] == expected, answer
-    return answer
+def _receive(control: ControlLink, expected: str) -> Message:
+    message = control.receive()
+    if message["kind"] == "refused":
+        raise UserError("The coordinator refused this worker", message["reason"], "Correct that and start it again")
+    assert message["kind"] == expected, message
+    return message
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One worker of `andon train`: the coordinator's address and the rank come as arguments."""
+    """One worker of `andon train`; its arguments are the coordinator's host and port, and the rank."""
     faulthandler.enable()
     host, port, rank = arguments
-    return join(host, int(port), int(rank), lambda config, plan: TokenSet.open(Path(plan["tokens"])))
+    return join(host, int(port), int(rank), lambda config, job: TokenSet.open(Path(job["tokens"])))
 
 
 if __name__ == "__main__":

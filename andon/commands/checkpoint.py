@@ -1,4 +1,4 @@
-"""`andon checkpoint ls | verify | diff | prune`: what a person does with checkpoints."""
+"""`andon checkpoint ls | verify | diff | prune`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
 from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.checkpoint.manifest import Damage, Damaged, Manifest, find_damage, read
 from andon.errors import UserError
+from andon.run.display import human_bytes
 from andon.run.folder import RunFolder
-from andon.run.plan import human_bytes
 
 
 def find(path: Path) -> list[Path]:
@@ -30,20 +30,20 @@ def find(path: Path) -> list[Path]:
     is_run = (path / "config.yaml").exists()
     raise UserError(
         f"There is no checkpoint in {path}",
-        "It has not saved yet" if is_run else "It is no run, and holds no folder checkpoint-STEP",
-        "Wait for its first" if is_run else "Name the folder of a run, such as runs/default",
+        "The run has not saved yet" if is_run else "It is not a run, and has no folder checkpoint-STEP",
+        "Wait for its first save" if is_run else "Name the folder of a run, such as runs/default",
     )
 
 
 def show(path: Path, deep: bool, console: Console) -> None:
-    """Print a table of checkpoints; `deep` reads every byte for the verdict."""
+    """Print a table of checkpoints; `deep` verifies every byte."""
     table = Table()
     for heading in ("checkpoint", "step", "loss", "size", "age", "verdict"):
         table.add_column(heading, justify="left" if heading in ("checkpoint", "verdict") else "right")
     for checkpoint in find(path):
         damages = _damages(checkpoint, console) if deep else list(find_damage(checkpoint, sizes_only=True))
         if not checkpoint.exists():
-            continue  # a run that goes on has removed it meanwhile
+            continue  # a running training has removed it
         step, loss, size = _facts(checkpoint)
         age = _age(time.time() - checkpoint.stat().st_mtime)
         good = "[green]good[/]" if deep else "complete"
@@ -55,14 +55,14 @@ def show(path: Path, deep: bool, console: Console) -> None:
 
 
 def verify(path: Path, console: Console) -> int:
-    """Verify every byte of each checkpoint; the exit code."""
+    """Verify every byte of each checkpoint; the exit code is 1 if any is damaged."""
     bad = 0
     for checkpoint in find(path):
         size = human_bytes(_size(checkpoint))
         damages = _damages(checkpoint, console)
         name = escape(str(checkpoint))
         if not checkpoint.exists():
-            console.print(f"{name} was removed meanwhile", soft_wrap=True)
+            console.print(f"{name} was removed by a running training", soft_wrap=True)
             continue
         bad += bool(damages)
         if not damages:
@@ -73,17 +73,19 @@ def verify(path: Path, console: Console) -> int:
 
 
 def diff(first: Path, second: Path, console: Console) -> int:
-    """Compare two checkpoints, verified first, by tensor; the exit code: 0 if they are equal."""
-    pair = [_verified(folder, console) for folder in (first, second)]
+    """Verify two checkpoints and compare them by tensor; the exit code is 0 if they are equal."""
+    from andon.checkpoint.compare import compare
+
+    known = _verified(first, console), _verified(second, console)
     table = Table(title=escape(f"{first} and {second}"))
     for heading in ("tensor", "verdict", "largest difference"):
         table.add_column(heading, justify="right" if heading == "largest difference" else "left")
     equal = 0
-    for name, difference in _differences((first, second), (pair[0], pair[1])):
-        if difference == "":
-            equal += 1
-        else:
+    for name, difference in compare((first, second), known):
+        if difference:
             table.add_row(name, "differs", difference)
+        else:
+            equal += 1
     if table.row_count:
         console.print(table)
     console.print(f"{equal} tensors are equal, {table.row_count} differ")
@@ -91,20 +93,18 @@ def diff(first: Path, second: Path, console: Console) -> int:
 
 
 def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Console) -> None:
-    """Remove all but the last `keep` and every `keep_every`-th, and never the newest good one."""
+    """Remove all but the last `keep`, every `keep_every`-th and the newest good checkpoint."""
     from andon.checkpoint.store import remove
 
     folder = find(path)[0].parent
     with _held(folder.parent):
         found = {step_of(checkpoint): checkpoint for checkpoint in find(path)}
-        good = next(
-            (step for step in sorted(found, reverse=True) if not _damages(found[step], console)), None
-        )
+        good = next((step for step in sorted(found, reverse=True) if not _damages(found[step], console)), None)
         if good is None:
             raise UserError(
                 f"No checkpoint in {folder} is good",
-                "What is damaged may still be of use, so that nothing was removed",
-                f"`andon checkpoint verify {folder}` tells what is wrong",
+                "A damaged checkpoint may still be of use, so nothing was removed",
+                f"`andon checkpoint verify {folder}` names the damage",
             )
         staying = kept(sorted(found), keep, keep_every) | {good}
         for step, checkpoint in found.items():
@@ -119,7 +119,7 @@ def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Consol
 
 @contextlib.contextmanager
 def _held(run: Path) -> Iterator[None]:
-    """Hold the folder of a run, so that nobody trains there meanwhile; copies elsewhere belong to no run."""
+    """Lock the folder of a run, so that no training starts there; a copy elsewhere has no lock."""
     if not (run / ".lock").exists():
         yield
         return
@@ -132,7 +132,7 @@ def _held(run: Path) -> Iterator[None]:
 
 
 def _damages(checkpoint: Path, console: Console) -> list[Damage]:
-    """Everything that is wrong, with a progress bar."""
+    """All damage of a checkpoint, found with a progress bar."""
     with contextlib.suppress(Damaged), _progress(console) as bar:
         task = bar.add_task(escape(checkpoint.name), total=read(checkpoint).size)
         return list(find_damage(checkpoint, lambda count: bar.advance(task, count)))
@@ -144,22 +144,15 @@ def _verified(checkpoint: Path, console: Console) -> Manifest:
         raise UserError(
             f"{checkpoint} is not one checkpoint",
             "Two checkpoints are compared, not two runs",
-            f"Name one of those that `andon checkpoint ls {checkpoint}` shows",
+            f"Name one that `andon checkpoint ls {checkpoint}` lists",
         )
     if damages := _damages(checkpoint, console):
         raise UserError(
             f"{checkpoint} is damaged",
             str(damages[0]),
-            "Compare checkpoints that are good: `andon checkpoint ls`",
+            "Compare good checkpoints: `andon checkpoint ls --verify` lists them",
         )
     return read(checkpoint)
-
-
-def _differences(folders: tuple[Path, Path], known: tuple[Manifest, Manifest]) -> Iterator[tuple[str, str]]:
-    """(tensor, how it differs) of every tensor; an empty text: it does not."""
-    from andon.checkpoint.compare import compare
-
-    yield from compare(folders, known)
 
 
 def _progress(console: Console) -> Progress:
@@ -168,7 +161,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _facts(checkpoint: Path) -> tuple[str, str, int]:
-    """Step, loss and size, as far as they can be read."""
+    """Step, loss and size; `?` for a loss that cannot be read."""
     import json
 
     size = _size(checkpoint)
@@ -182,7 +175,7 @@ def _facts(checkpoint: Path) -> tuple[str, str, int]:
 
 def _size(checkpoint: Path) -> int:
     sizes = 0
-    with contextlib.suppress(OSError):  # a link that leads nowhere, or a run that removes it meanwhile
+    with contextlib.suppress(OSError):  # a broken link, or a run that removes it now
         for file in checkpoint.iterdir():
             sizes += file.stat().st_size
     return sizes

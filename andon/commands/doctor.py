@@ -1,4 +1,4 @@
-"""`andon doctor`: what a bug report needs."""
+"""`andon doctor`: the facts about this machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-import andon
-from andon.run.plan import human_bytes
+from andon.run.display import human_bytes
+from andon.version import VERSION
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "blake3",
-    "tokenizers",
-    "pydantic",
-    "transformers",
-    "pyarrow",
-)
+PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic", "transformers", "pyarrow")
 
 
 def examine(console: Console) -> None:
@@ -43,16 +34,13 @@ def findings() -> list[tuple[str, str]]:
     memory, shared = psutil.virtual_memory(), Path("/dev/shm")
     versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     return [
-        ("andon", andon.__version__),
+        ("andon", VERSION),
         ("python", f"{platform.python_version()} on {platform.platform()}"),
         ("packages", versions),
         ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
         ("memory", f"{human_bytes(memory.available)} free of {human_bytes(memory.total)}"),
         ("disk", f"{human_bytes(shutil.disk_usage(Path.cwd()).free)} free here"),
-        (
-            "shared memory",
-            f"{human_bytes(shutil.disk_usage(shared).free)} free" if shared.is_dir() else "none",
-        ),
+        ("shared memory", f"{human_bytes(shutil.disk_usage(shared).free)} free" if shared.is_dir() else "none"),
         ("loopback", _loopback()),
         ("devices", _devices()),
     ]
@@ -77,8 +65,6 @@ def _devices() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        return "CPU only: " + (
-            "torch is built without CUDA" if torch.version.cuda is None else "no CUDA is visible"
-        )
+        return "CPU only: " + ("torch is built without CUDA" if torch.version.cuda is None else "no CUDA is visible")
     names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return ", ".join(f"{each.name}, {human_bytes(each.total_memory)}" for each in names)

@@ -1,6 +1,6 @@
-"""`andon drill`: rehearse every fault on this machine and show that the line stops.
+"""`andon drill`: inject every kind of fault into a run on this machine and check that the run stops.
 
-Each rehearsal is a real training run of a very small model on real workers, with one fault on purpose
+Each drill is a real training run of a very small model on real workers with one injected fault
 (`andon.integrity.faults`), in a temporary folder.
 """
 
@@ -30,18 +30,18 @@ Verdict = Callable[[int, dict[str, Any], str], bool]
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """A fault, and what must come of it."""
+class Drill:
+    """A fault, and what must happen."""
 
     fault: str
     expected: str
     stopped: Verdict
 
 
-def _halted(step: int, *words: str) -> Verdict:
+def _halted(step: int, *names: str) -> Verdict:
     def stopped(code: int, halt: dict[str, Any], output: str) -> bool:
-        said = json.dumps(halt)
-        return code == 3 and halt.get("step") == step and all(word in said for word in words)
+        text = json.dumps(halt)
+        return code == 3 and halt.get("step") == step and all(name in text for name in names)
 
     return stopped
 
@@ -51,49 +51,45 @@ def _lost(rank: int) -> Verdict:
 
 
 PARAMETER = "model.layers.1.mlp.up_proj.weight"
-REHEARSALS = (
-    Rehearsal(
-        f"nan:rank=1,step=3,parameter={PARAMETER}", "halt at 3, rank and parameter", _halted(3, PARAMETER)
-    ),
-    Rehearsal("inf:rank=2,step=2", "halt at 2, every parameter", _halted(2, "lm_head.weight", "Inf")),
-    Rehearsal(
-        "bitflip:rank=2,step=4,unit=lm_head", "halt at 4, unit and rank", _halted(4, "lm_head", "on rank 2")
-    ),
-    Rehearsal(
+DRILLS = (
+    Drill(f"nan:rank=1,step=3,parameter={PARAMETER}", "halt at 3, rank and parameter", _halted(3, PARAMETER)),
+    Drill("inf:rank=2,step=2", "halt at 2, every parameter", _halted(2, "lm_head.weight", "Inf")),
+    Drill("bitflip:rank=2,step=4,unit=lm_head", "halt at 4, unit and rank", _halted(4, "lm_head", "on rank 2")),
+    Drill(
         "bitflip:rank=0,step=5,unit=model.layers.0,buffer=second",
         "halt at 5, optimizer state",
         _halted(5, "second of model.layers.0", "on rank 0"),
     ),
-    Rehearsal("die:rank=1,step=3,at=exchange", "the others name rank 1", _lost(1)),
-    Rehearsal("stall:rank=2,step=3,at=backward,seconds=30", "the others name rank 2", _lost(2)),
+    Drill("die:rank=1,step=3,at=exchange", "the others name rank 1", _lost(1)),
+    Drill("stall:rank=2,step=3,at=backward,seconds=30", "the others name rank 2", _lost(2)),
 )
 
 
 def drill(transport: str, console: Console) -> int:
-    """Rehearse every fault; 0 if the line stopped each time."""
+    """Inject every fault; 0 if the run stopped each time."""
     table = Table(title=f"{WORKERS} workers over {transport}")
-    for heading in ("fault", "must show", "seconds", "the line"):
+    for heading in ("fault", "must show", "seconds", "the run"):
         table.add_column(heading, overflow="fold")
     passed = True
-    for rehearsal in REHEARSALS:
-        with console.status(f"{rehearsal.fault} …"):
+    for each in DRILLS:
+        with console.status(f"{each.fault} …"):
             started = time.monotonic()
-            stopped = _rehearse(rehearsal, transport)
+            stopped = _inject(each, transport)
         verdict = "[green]stopped[/]" if stopped else "[bold red]DID NOT STOP[/]"
-        table.add_row(rehearsal.fault, rehearsal.expected, f"{time.monotonic() - started:.1f}", verdict)
+        table.add_row(each.fault, each.expected, f"{time.monotonic() - started:.1f}", verdict)
         passed = passed and stopped
     console.print(table)
     return 0 if passed else 1
 
 
-def _rehearse(rehearsal: Rehearsal, transport: str) -> bool:
+def _inject(each: Drill, transport: str) -> bool:
     with tempfile.TemporaryDirectory(prefix="andon-drill-") as folder:
         run = Path(folder) / "run"
-        options = [f"--run.dir={run}", f"--group.transport={transport}", f"--fault={rehearsal.fault}"]
-        if "buffer=" in rehearsal.fault:
+        options = [f"--run.dir={run}", f"--group.transport={transport}", f"--fault={each.fault}"]
+        if "buffer=" in each.fault:
             options.append("--zero.policy=off")  # so that every rank has the whole optimizer state
         command = [sys.executable, "-m", "andon", "train", *SMALL, *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         file = run / "halt.json"
         halt = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return rehearsal.stopped(done.returncode, halt, done.stdout + done.stderr)
+        return each.stopped(done.returncode, halt, done.stdout + done.stderr)

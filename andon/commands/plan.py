@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from andon.config.schema import Config
-from andon.run.display import show_plan
-from andon.run.plan import Change, Plan, changes, human_bytes, make_plan
+from andon.run.display import human_bytes, show_plan
+from andon.run.plan import Change, Plan, changes, make_plan
 
 
 def main(config: Config, as_json: bool, console: Console) -> None:
@@ -25,9 +25,9 @@ def main(config: Config, as_json: bool, console: Console) -> None:
     show_plan(console, config)
     console.print(_changes_table(config, plan, others))
     console.print(
-        "Memory is the peak of a step, shared memory divided among those who share it (PSS), and what a save "
-        "copies aside (on rank 0, which copies the weights as well). Traffic is what a rank sends in a step; "
-        "in shared memory, what it moves between its own memory and others'.",
+        "Memory is the peak of a step, with shared memory divided among its users (PSS), plus the snapshot "
+        "of a save (on rank 0, which also copies the weights). Traffic is what a rank sends in a step; in "
+        "shared memory, what it moves between its own memory and that of others.",
         style="dim",
     )
 
@@ -50,7 +50,7 @@ def _figures(plan: Plan, workers: int) -> tuple[str, str, str]:
 
 
 def _options(config: Config, keys: dict[str, Any]) -> str:
-    """The options that make a change, without those that are as they were."""
+    """The options that differ from the configuration."""
     before = config.model_dump()
 
     def is_new(key: str) -> bool:

@@ -1,1 +1,1 @@
-"""The configuration: schema, presets, reading."""
+"""The configuration: its keys, its presets and how it is read."""

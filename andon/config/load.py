@@ -1,6 +1,6 @@
-"""Reading a configuration: presets, then a YAML file, then dotted overrides, later ones winning.
+"""Reading a configuration: presets, then a YAML file, then dotted overrides; later values win.
 
-What is refused is refused with the key, the value and what is allowed.
+An error names the key, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -8,50 +8,33 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from andon.config.schema import Config, ModelConfig, Preset
+from andon.config.presets import with_preset
+from andon.config.schema import Config
 from andon.errors import UserError
-from andon.model.shape import SHAPES
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "train": {"steps": 700, "slots": 4, "micro_batch": 4},
-        "optim": {"lr": 4e-3, "warmup": 40, "final_lr": 0.05},
-        "eval": {"every": 200, "sample_every": 5.0},
-        "checkpoint": {"every": 200},
-    },
-    "30m": {"train": {"micro_batch": 4}, "optim": {"lr": 1e-3}},
-    "124m": {"train": {"slots": 16}, "optim": {"lr": 6e-4, "warmup": 500}},
-    "350m": {"train": {"slots": 32}, "optim": {"lr": 4e-4, "warmup": 1_000}},
-    "1b": {"train": {"slots": 64, "micro_batch": 4}, "optim": {"lr": 3e-4, "warmup": 2_000}},
-}
 
 
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Presets, then the YAML file, then the overrides with dotted keys: one checked configuration."""
+    """The configuration of a YAML file and overrides with dotted keys, on top of the presets."""
     return build(_read_yaml(path) if path else {}, overrides or {})
 
 
 def build(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """A configuration from nested values and dotted overrides."""
-    nested: dict[str, Any] = {
-        key: dict(value) if isinstance(value, dict) else value for key, value in values.items()
-    }
+    nested: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for key, value in overrides.items():
         check_key(key)
         section, _, name = key.rpartition(".")
         target = nested.setdefault(section, {}) if section else nested
         if not isinstance(target, dict):
-            raise UserError(
-                f"{section} = {target!r} is not a section", f"{key} was given too", "Remove one of them"
-            )
+            raise UserError(f"{section} = {target!r} is not a section", f"{key} was given too", "Remove one of them")
         target[name] = value
     try:
-        return Config.model_validate(_with_preset(nested))
+        return Config.model_validate(with_preset(nested))
     except ValidationError as error:
         raise _explain(error) from None
 
@@ -70,61 +53,33 @@ def keys() -> dict[str, str]:
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that does not exist, with the nearest that does."""
+    """Raise an error for a key that does not exist, with the most similar keys."""
     known = keys()
     if key in known:
         return
-    by_last_word = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = (by_last_word or difflib.get_close_matches(key, known, n=3, cutoff=0.5))[:3]
+    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = (same_name or difflib.get_close_matches(key, known, n=3, cutoff=0.5))[:3]
     hint = f"Did you mean {' or '.join(near)}?" if near else "No key has a similar name"
     raise UserError(f"There is no configuration key '{key}'", hint, "`andon config show` lists all keys")
-
-
-def _with_preset(nested: dict[str, Any]) -> dict[str, Any]:
-    model = nested.get("model", {})
-    preset = model.get("preset", "tiny") if isinstance(model, dict) else "tiny"
-    if not isinstance(preset, str) or preset not in SHAPES:
-        allowed = ", ".join(get_args(Preset))
-        raise UserError(
-            f"model.preset = {preset!r} is not a preset", f"Presets: {allowed}", "Choose one of these"
-        )
-    shape = SHAPES[preset]
-    defaults = {
-        "model": {name: getattr(shape, name) for name in ModelConfig.model_fields if name != "preset"},
-        "train": {"context": shape.context},
-    }
-    result = dict(nested)
-    for source in (DEFAULTS[preset], defaults):
-        for section, values in source.items():
-            given = result.get(section, {})
-            if isinstance(given, dict):
-                result[section] = {**values, **given}
-    return result
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be read", str(error.strerror), "Check the path of the configuration"
-        ) from None
+        raise UserError(f"{path} cannot be read", str(error.strerror), "Check the path of the configuration") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         cause = " ".join(str(error).split())
-        raise UserError(
-            f"{path} is not valid YAML", cause, "`andon config show` prints a valid file"
-        ) from None
+        raise UserError(f"{path} is not valid YAML", cause, "`andon config show` prints a valid file") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise UserError(
-            f"{path} holds no configuration", "The top level must be keys", "Try `andon config show`"
-        )
+        raise UserError(f"{path} is not a configuration", "The top level must be keys", "Try `andon config show`")
     return values
 
 
 def _explain(error: ValidationError) -> UserError:
-    """Turn pydantic's first complaint into key, value and what is allowed."""
+    """Pydantic's first error as key, value and what is allowed."""
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if not isinstance(part, int)]
     key = ".".join(place)
@@ -134,15 +89,13 @@ def _explain(error: ValidationError) -> UserError:
         except UserError as unknown:
             return unknown
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    said = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")
     if not key or first["type"] == "value_error":
-        return UserError(
-            f"{said}{more}", f"The configuration is refused{' at ' + key if key else ''}", _REMEDY
-        )
-    return UserError(f"{key} = {first['input']!r} is refused{more}", said, _help_for(key))
+        return UserError(f"{message}{more}", f"The configuration is not valid{' at ' + key if key else ''}", _REMEDY)
+    return UserError(f"{key} = {first['input']!r} is not valid{more}", message, _help_for(key))
 
 
-_REMEDY = "Change one of the two: `andon config show` prints what is in force"
+_REMEDY = "Change one of the values: `andon config show` prints them"
 
 
 def _help_for(key: str) -> str:
@@ -151,16 +104,16 @@ def _help_for(key: str) -> str:
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split a command line into positional words and overrides (`--key value`, `--key=value`, `--flag`)."""
-    words: list[str] = []
+    """Split a command line into positional arguments and overrides (`--key value`, `--key=value`)."""
+    positional: list[str] = []
     overrides: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            words.append(word)
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            positional.append(argument)
             continue
-        key, equals, value = word[2:].partition("=")
+        key, equals, value = argument[2:].partition("=")
         key = {"compile": "train.compile"}.get(key, key)
         check_key(key)
         if key == "train.compile" and not equals and (not rest or rest[0].lower() not in ("true", "false")):
@@ -173,4 +126,4 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]
             overrides.setdefault(key, []).append(value)
         else:
             overrides[key] = value.split(",") if key == "data.corpus" else value
-    return words, overrides
+    return positional, overrides

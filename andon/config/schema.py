@@ -1,7 +1,7 @@
-"""The configuration: what can be set, with its type, its default and its help text.
+"""The configuration: every key with its type, its default and its help text.
 
-Each section is handed to the component it configures and to no other. The global batch is
-`train.slots` × `train.micro_batch` × `train.context` tokens and does not depend on the number of workers.
+Each component receives only its own section. The global batch is `train.slots` × `train.micro_batch` ×
+`train.context` tokens and does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ else:
 
 
 class Section(BaseModel):
-    """Unknown keys are refused; each field's docstring is its help text."""
+    """A frozen section: unknown keys are errors, and each field's docstring is its help text."""
 
     model_config = ConfigDict(
         extra="forbid", validate_default=True, use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     preset: Preset = "tiny"
-    """The named shape that the other keys start from."""
+    """The named shape that the other keys default to."""
     vocab: PositiveInt
     """Rows of the embedding; the tokenizer may use fewer."""
     hidden: PositiveInt
@@ -65,15 +65,13 @@ class DataConfig(Section):
     corpus: tuple[str, ...] = ("stories",)
     """`stories` (built in), or files, folders and globs of .txt, .jsonl and .parquet."""
     stories: PositiveInt = 20_000
-    """How many built-in stories to train on."""
+    """Number of built-in stories to train on."""
     tokenizer: str = "bpe"
     """`bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json."""
     validation: float = Field(0.02, ge=0, lt=0.5)
-    """Share of the windows held out for validation."""
-    cache: Path = Field(
-        default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "andon"
-    )
-    """Where tokenized corpora are kept."""
+    """Fraction of the windows held out for validation."""
+    cache: Path = Field(default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "andon")
+    """Folder of tokenized corpora."""
 
     @validator(mode="before")
     @classmethod
@@ -87,15 +85,15 @@ class TrainConfig(Section):
     steps: PositiveInt = 1_000
     """Optimizer steps of the whole run."""
     slots: PositiveInt = 8
-    """Micro-batches per step, shared out among the workers."""
+    """Micro-batches per step, divided among the workers."""
     micro_batch: PositiveInt = 8
     """Windows per slot."""
     context: PositiveInt
     """Tokens per window."""
     precision: Literal["auto", "f32", "bf16"] = "auto"
-    """Autocast: bf16 where the device has it (auto: on CUDA only), or plain f32."""
+    """Autocast to bf16, or plain f32; `auto` is bf16 on CUDA devices that have it."""
     weights: Literal["f32", "bf16"] = "f32"
-    """How the model holds its weights; with bf16 AdamW keeps them in f32 as well, each rank those it owns."""
+    """Format of the model's weights; with bf16, AdamW keeps an f32 master of the weights that a rank owns."""
     compile: bool = False
     """Compile each block with torch.compile."""
 
@@ -104,7 +102,7 @@ class OptimConfig(Section):
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Decay after the warm-up; `wsd` holds the peak and decays over the last fifth."""
+    """Decay after the warm-up; `wsd` keeps the peak and decays over the last fifth."""
     warmup: NonNegativeInt = 50
     """Steps of linear warm-up."""
     final_lr: float = Field(0.1, ge=0, le=1)
@@ -123,32 +121,33 @@ class OptimConfig(Section):
 
 class EvalConfig(Section):
     every: NonNegativeInt = 100
-    """Validate every so many steps, and at the end; 0: only at the end."""
+    """Steps between validations; 0: only after the last step."""
     windows: PositiveInt = 64
-    """How many held-out windows to validate on."""
+    """Number of held-out windows to validate on."""
     sample_every: float = Field(30.0, ge=0)
-    """Show a sample about every so many seconds; 0: never."""
+    """Seconds between samples; 0: none."""
     temperature: float = Field(0.8, ge=0)
     """Temperature of samples; 0 always takes the likeliest token."""
     stories: NonNegativeInt = 64
-    """How many samples the valid share of the built-in stories is taken over."""
+    """Number of samples for the share of valid stories; 0: do not measure it."""
 
 
 class GroupConfig(Section):
     transport: TransportName = "auto"
-    """How gradients travel; `auto` takes the fastest that fits."""
+    """How gradients are exchanged; `auto` takes the fastest that is available."""
     wire: Literal["f32", "bf16"] = "f32"
-    """How they are rounded on the way."""
+    """Format of gradients on the wire."""
     timeout: PositiveFloat = 60.0
     """Seconds without progress after which a peer counts as stalled."""
 
 
 class ZeroConfig(Section):
     policy: Literal["auto", "off", "even", "round_robin", "contiguous"] = "auto"
-    """Share out the optimizer state: a slice of every unit to each rank, or whole units. `auto` is `even`
-    where it pays, and `off` over a star, whose ranks would send more."""
+    """Who owns which optimizer state: a slice of every unit per rank (`even`), whole units (`round_robin`,
+    `contiguous`), or all of it on every rank (`off`). `auto` is `even`, but `off` over a star, where ZeRO
+    would send more bytes than an all-reduce."""
     replicas: Literal[1, 2] = 1
-    """On how many ranks each part of the state is kept."""
+    """Number of ranks that keep each part of the state."""
 
     def resolve(self, transport: str) -> Literal["off", "even", "round_robin", "contiguous"]:
         """The policy over a transport."""
@@ -160,15 +159,15 @@ class ZeroConfig(Section):
 
 class CheckpointConfig(Section):
     every: NonNegativeInt = 100
-    """Save every so many steps, and at the end; 0: only at the end."""
+    """Steps between saves; 0: only after the last step."""
     keep: PositiveInt = 3
-    """How many to keep."""
+    """Number of newest checkpoints to keep."""
     keep_every: NonNegativeInt = 0
-    """Also keep, for ever, those of every so many steps; 0: none."""
+    """Also keep the checkpoint of every N-th step; 0: none."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """What follows when a save has failed twice: training goes on, or stops. The last one must succeed."""
+    """What to do when a save has failed twice. The last save of a run must succeed."""
     timeout: PositiveFloat = 1800.0
-    """Seconds after which a save is given up."""
+    """Seconds after which a save is abandoned."""
 
 
 class RunConfig(Section):
@@ -182,17 +181,17 @@ class Config(Section):
     seed: int = Field(1, ge=0, lt=2**32)
     """Seed of weights, data order and samples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes CUDA where there is one and says so when it falls back to the CPU."""
+    """`auto` takes CUDA if there is a device, and otherwise the CPU with a note."""
     workers: PositiveInt = 1
-    """Processes that share the slots of a step."""
+    """Number of worker processes."""
     threads: PositiveInt = 1
     """Compute threads per worker."""
     on_nonfinite: Literal["halt", "skip"] = "halt"
-    """What a gradient that is not finite does: stop the line, or drop that step on every rank alike."""
+    """What to do about a gradient that is not finite: halt, or skip that step on every rank."""
     max_skips: PositiveInt = 3
-    """So many dropped steps in a row halt after all."""
+    """Number of skipped steps in a row that halt the run."""
     fault: tuple[str, ...] = ()
-    """Faults on purpose, for drills: nan:rank=1,step=7 (see `andon drill --help`)."""
+    """Faults to inject, for drills: nan:rank=1,step=7 (see `andon drill --help`)."""
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig
@@ -213,7 +212,7 @@ class Config(Section):
     def _divides(self) -> Config:
         if self.workers > self.train.slots:
             raise ValueError(
-                f"{self.workers} workers cannot share train.slots = {self.train.slots}: one slot each"
+                f"{self.workers} workers need at least one slot each, but train.slots = {self.train.slots}"
             )
         return self
 
@@ -228,23 +227,23 @@ class Config(Section):
         return self.train.slots * self.train.micro_batch * self.train.context
 
     def with_transport(self, auto: str) -> Config:
-        """The configuration with every `auto` resolved but that of the device."""
+        """The configuration with every `auto` resolved, except that of the device."""
         transport = auto if self.group.transport == "auto" else self.group.transport
         group = self.group.model_copy(update={"transport": transport})
         zero = self.zero.model_copy(update={"policy": self.zero.resolve(transport)})
         return self.model_copy(update={"group": group, "zero": zero})
 
     def on_this_machine(self) -> Config:
-        """The configuration with `auto` resolved for workers that all run here."""
+        """The configuration with `auto` resolved for workers that all run on this machine."""
         return self.with_transport(fastest_here(self.workers))
 
     @property
-    def answer(self) -> str:
-        """Everything that the final weights depend on besides the data, whatever the workers."""
+    def determinism_key(self) -> str:
+        """What the final weights depend on besides the data: equal keys and data give equal bits."""
         keys = dict.fromkeys(("seed", "model", "train", "optim", "on_nonfinite", "max_skips"), True)
         return self.model_dump_json(include={**keys, "data": {"validation"}})
 
     def to_yaml(self) -> str:
-        """The resolved configuration, as `andon.config.load` reads it back."""
+        """The configuration as YAML, which `andon.config.load` reads back."""
         text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
         return text

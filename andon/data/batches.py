@@ -1,9 +1,9 @@
-"""Batches as a pure function of (seed, step, slot): nothing to save but the step.
+"""Batches as a pure function of (seed, step, slot): the position in the data is the step number.
 
 The tokens are cut into *windows* of `context` tokens (plus the one that follows). Every k-th window is held
 out for validation. Each epoch visits every training window exactly once, in the order of a keyed permutation
-that is computed and never stored: a Feistel network over the next power of four, walked until it lands
-inside. The samples of a step are dealt to its slots in turn (C-SHARD-001).
+that is computed and never stored: a Feistel network over the next power of four, applied until the result is
+in range. The samples of a step are dealt to its slots in turn (C-SHARD-001).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MASK = (1 << 64) - 1
 
 
 class Tokens(Protocol):
-    """A long row of tokens."""
+    """A long sequence of tokens."""
 
     @property
-    def tokens(self) -> int: ...
+    def token_count(self) -> int: ...
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]: ...
 
@@ -33,46 +33,32 @@ class Batches:
     def __init__(
         self, source: Tokens, seed: int, slots: int, micro_batch: int, context: int, validation: float
     ) -> None:
-        self.source, self.seed, self.slots, self.micro_batch, self.context = (
-            source,
-            seed,
-            slots,
-            micro_batch,
-            context,
-        )
-        windows = max(0, (source.tokens - 1) // context)
+        self.source, self.seed, self.slots, self.micro_batch, self.context = (source, seed, slots, micro_batch, context)
+        windows = max(0, (source.token_count - 1) // context)
         self.every = max(2, round(1 / validation)) if validation and windows > 1 else 0
         self.held_out = windows // self.every if self.every else 0
         self.training = windows - self.held_out
         if not windows:
             raise UserError(
-                f"The corpus has {source.tokens:,} tokens, fewer than one window of {context + 1:,}",
+                f"The corpus has {source.token_count:,} tokens, fewer than one window of {context + 1:,}",
                 "train.context is longer than the text",
-                f"Give more text, or --train.context {max(1, source.tokens // 4)}",
+                f"Give more text, or --train.context {max(1, source.token_count // 4)}",
             )
 
     def windows(self, step: int, slot: int) -> list[int]:
         """The window numbers of a slot; steps count from 1."""
         first = (step - 1) * self.slots * self.micro_batch
-        return [
-            self._window(first + sample)
-            for sample in interleave(self.slots * self.micro_batch, slot, self.slots)
-        ]
+        return [self._window(first + sample) for sample in interleave(self.slots * self.micro_batch, slot, self.slots)]
 
     def __call__(self, step: int, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Inputs and targets of a slot, each micro_batch x context."""
         return self._stack(self.windows(step, slot))
 
     def validation(self, count: int) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """The first held-out windows (training windows where none are), in micro-batches."""
-        numbers = [self.every * (index + 1) - 1 for index in range(self.held_out)] or list(
-            range(self.training)
-        )
+        """The first held-out windows (training windows if none are held out), in micro-batches."""
+        numbers = [self.every * (index + 1) - 1 for index in range(self.held_out)] or list(range(self.training))
         numbers = numbers[:count]
-        return [
-            self._stack(numbers[at : at + self.micro_batch])
-            for at in range(0, len(numbers), self.micro_batch)
-        ]
+        return [self._stack(numbers[at : at + self.micro_batch]) for at in range(0, len(numbers), self.micro_batch)]
 
     def _window(self, sample: int) -> int:
         epoch, position = divmod(sample, self.training)
@@ -90,7 +76,7 @@ def interleave(count: int, part: int, parts: int) -> range:
 
 
 def permute(index: int, count: int, key: int) -> int:
-    """Where a permutation of range(count) sends an index; a pure function of all three."""
+    """The image of an index under a permutation of range(count); a pure function of all three."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     while True:
         index = _feistel(index, half, key)

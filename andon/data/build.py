@@ -1,8 +1,8 @@
-"""Making token sets: from files or stories to shards in a cache on disk.
+"""Building token sets: from files or stories to shards in a cache on disk.
 
-A token set (see `andon.data.token_set`) has the name of the digest of what it was made from, so the same text
-under another path finds it again. It is made in a temporary folder beside it and renamed in one go: whatever
-has that name is complete, and of two processes making the same one the later discards its own.
+A token set (`andon.data.token_set`) is named by the digest of what it was built from, so the same text under
+another path finds it again. It is built in a temporary folder and renamed at the end: a folder with such a
+name is complete. If two processes build the same one, the slower discards its own.
 """
 
 from __future__ import annotations
@@ -18,32 +18,23 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from secrets import token_hex
-from socket import gethostname
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from andon.data.sources import (
-    Counts,
-    Document,
-    Progress,
-    digests,
-    documents,
-    find_files,
-    quiet,
-    stamp,
-)
+from andon.data.sources import Counts, Document, Progress, digests, documents, find_files, quiet, stamp
 from andon.data.stories import stories
 from andon.data.token_set import FORMAT, TokenSet
 from andon.data.tokenizer import Tokenizer, sample
 from andon.errors import UserError
 from andon.files import sync
+from andon.machine import machine_id
 
 SHARD_TOKENS = 128 << 20
 BATCH_BYTES = 1 << 20
-"""of text, encoded together: the encoder needs some hundred bytes of memory for each token"""
+"""Text that is encoded at once: the encoder needs some hundred bytes of memory per token."""
 DAY = 86_400
 
 
@@ -52,7 +43,7 @@ class Corpus:
     """What to tokenize, and how."""
 
     paths: tuple[str, ...] = ("stories",)
-    """files, folders and globs, or the one word `stories` for the built-in corpus"""
+    """files, folders and globs, or only `stories` for the built-in corpus"""
     tokenizer: str = "bpe"
     """`bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json or its folder"""
     vocab_size: int = 4096
@@ -61,10 +52,8 @@ class Corpus:
     stories_seed: int = 0
 
 
-def prepare(
-    corpus: Corpus, cache: Path, progress: Progress = quiet, shard_tokens: int = SHARD_TOKENS
-) -> TokenSet:
-    """The token set of a corpus, from the cache or made now.
+def prepare(corpus: Corpus, cache: Path, progress: Progress = quiet, shard_tokens: int = SHARD_TOKENS) -> TokenSet:
+    """The token set of a corpus, from the cache or built now.
 
     `progress` hears (phase, done, total) in bytes of the files, or in stories for the built-in corpus.
     """
@@ -81,7 +70,7 @@ def prepare(
         folder = cache / blake3(json.dumps(key).encode()).hexdigest(length=16)
         if not folder.exists():
             with _temporary(cache) as fresh:
-                _Maker(corpus, files, fresh, progress).make(given, shard_tokens)
+                _Builder(corpus, files, fresh, progress).build(given, shard_tokens)
                 if stamps != [stamp(file) for file in files]:
                     raise UserError(
                         "The corpus changed while it was being tokenized",
@@ -93,7 +82,7 @@ def prepare(
         raise UserError(
             f"The token cache {cache} cannot be written",
             f"{error.strerror or error} ({error.filename or 'while writing'})",
-            "Make room there (or make it writable), or choose another folder: --data.cache FOLDER",
+            "Free some space there, make it writable, or choose another folder: --data.cache FOLDER",
         ) from error
     return TokenSet.open(folder)
 
@@ -108,8 +97,8 @@ def _content(corpus: Corpus, files: list[Path], cache: Path, progress: Progress)
     return ["stories" + hasher.hexdigest()]
 
 
-class _Maker:
-    """Turns one corpus into the files of a token set."""
+class _Builder:
+    """Builds the files of one token set."""
 
     def __init__(self, corpus: Corpus, files: list[Path], folder: Path, progress: Progress) -> None:
         self.corpus, self.files, self.folder, self.progress = corpus, files, folder, progress
@@ -117,7 +106,7 @@ class _Maker:
         self.total = max(1, sum(sizes) if files else corpus.stories_count)
         self.counts = Counts()
 
-    def make(self, given: Tokenizer | None, shard_tokens: int) -> None:
+    def build(self, given: Tokenizer | None, shard_tokens: int) -> None:
         tokenizer = given or self._make_tokenizer()
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         writer = _Writer(self.folder, shard_tokens)
@@ -128,9 +117,7 @@ class _Maker:
             writer.write(np.array(list(chain.from_iterable(rows)), dtype))
         if not self.counts.bytes:
             raise UserError(
-                f"There is no text in {self._description()}",
-                "every document is empty",
-                "Give a file with text",
+                f"There is no text in {self._description()}", "every document is empty", "Give a file with text"
             )
         tokenizer.save(self.folder)
         meta = {
@@ -152,9 +139,7 @@ class _Maker:
         if self.corpus.tokenizer == "bytes":
             return Tokenizer.bytes()
         counts = Counts()
-        texts = (
-            (piece.text, counts.read / self.total) for piece in self._read(counts, "training the tokenizer")
-        )
+        texts = ((piece.text, counts.read / self.total) for piece in self._read(counts, "training the tokenizer"))
         return Tokenizer.train(sample(texts), self.corpus.vocab_size)
 
     def _batches(self) -> Iterator[list[Document]]:
@@ -191,7 +176,7 @@ class _Maker:
 
 
 class _Writer:
-    """Appends tokens to shard after shard."""
+    """Appends tokens to the current shard, and starts a new one when it is full."""
 
     def __init__(self, folder: Path, shard_tokens: int) -> None:
         self.folder, self.shard_tokens = folder, shard_tokens
@@ -231,27 +216,21 @@ def _publish(fresh: Path, folder: Path) -> None:
         fresh.rename(folder)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise  # those two mean that another process was faster, with the same content
+            raise  # these two mean that another process has published the same content
     sync(folder.parent)
 
 
 def _remove_stale(cache: Path) -> None:
     for folder in cache.glob(".tmp-*-*-*"):
         _, machine, pid, _ = folder.name.split("-")
-        # Of a process on another machine one sees only whether it still writes.
+        # A process on another machine can only be judged by whether it still writes.
         if not _alive(int(pid)) if machine == _machine() else _untouched(folder) > DAY:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _machine() -> str:
-    """The reach of a process id: one boot of one host, one container."""
-    marks = [gethostname()]
-    if Path("/proc/self/ns/pid").exists():
-        marks += [
-            Path("/proc/sys/kernel/random/boot_id").read_text(),
-            str(Path("/proc/self/ns/pid").readlink()),
-        ]
-    return blake3("\n".join(marks).encode()).hexdigest(length=6)
+    """The machine's id, as part of a file name."""
+    return blake3(machine_id().encode()).hexdigest(length=6)
 
 
 def _alive(pid: int) -> bool:
@@ -265,8 +244,8 @@ def _alive(pid: int) -> bool:
 
 
 def _untouched(folder: Path) -> float:
-    """Seconds since anything in a folder was written."""
+    """Seconds since the last write in a folder."""
     newest = time.time()
-    with suppress(FileNotFoundError):  # someone else just removed it
+    with suppress(FileNotFoundError):  # another process has just removed it
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     return time.time() - newest

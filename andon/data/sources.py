@@ -1,9 +1,9 @@
-"""Own text, read as a stream of documents in bounded memory.
+"""The user's text files, read as a stream of documents in bounded memory.
 
 A *document* is one .txt file, one line of a .jsonl file (field `text`) or one row of a .parquet file (column
-`text`). It arrives in *pieces* of at most 64 KiB, cut after a newline where there is one and never inside a
-UTF-8 sequence; small pieces keep the encoder's memory small and its threads busy. Bytes that are no UTF-8
-become U+FFFD and are counted.
+`text`). It is read in *pieces* of at most 64 KiB, cut after a newline where there is one and never inside a
+UTF-8 sequence: small pieces keep the encoder's memory small and its threads busy. Invalid UTF-8 becomes
+U+FFFD and is counted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from andon.errors import UserError
+from andon.files import write_whole
 
-PIECE = 1 << 16
+PIECE_BYTES = 1 << 16
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 BOM = b"\xef\xbb\xbf"
 
@@ -56,7 +57,7 @@ class Counts:
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """The text files that files, folders and globs stand for, sorted, each once."""
+    """The text files that files, folders and globs name, sorted, without duplicates."""
     found = sorted(file for path in paths for file in _matches(path))
     for file in found:
         if file.suffix.lower() not in SUFFIXES:
@@ -66,9 +67,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
                 "Rename it, or convert it to one of these",
             )
         if not os.access(file, os.R_OK):
-            raise UserError(
-                f"{file} cannot be read", "this user has no permission to read it", f"chmod +r {file}"
-            )
+            raise UserError(f"{file} cannot be read", "this user has no permission to read it", f"chmod +r {file}")
     unique: dict[Path, Path] = {}
     for file in found:
         # The given name is kept, not the resolved one: a link may have the suffix that its target lacks.
@@ -102,7 +101,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def documents(files: Sequence[Path], counts: Counts) -> Iterator[Document]:
-    """The documents of these files, piece by piece, counted in `counts` as they go by."""
+    """The documents of these files, piece by piece; `counts` is updated on the way."""
     readers = {".txt": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
     for file in files:
         before = counts.read
@@ -132,7 +131,7 @@ def _jsonl(file: Path, counts: Counts) -> Iterator[Document]:
             text = row.get("text") if isinstance(row, dict) else None
             if not isinstance(text, str):
                 raise _bad_row(file, f"line {number}", 'it has no string "text"')
-            # JSON can spell half a surrogate pair, which UTF-8 cannot: let it be replaced as invalid.
+            # JSON can hold half a surrogate pair, which UTF-8 cannot: it is replaced as invalid.
             yield from _pieces(io.BytesIO(text.encode("utf-8", "surrogatepass")), counts)
 
 
@@ -141,9 +140,7 @@ def _parquet(file: Path, counts: Counts) -> Iterator[Document]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UserError(
-            f"{file} cannot be read", "pyarrow is not installed", "pip install 'andon[parquet]'"
-        ) from error
+        raise UserError(f"{file} cannot be read", "pyarrow is not installed", "pip install 'andon[parquet]'") from error
     size, before, row = file.stat().st_size, counts.read, 0
     try:
         with pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
@@ -162,8 +159,8 @@ def _parquet(file: Path, counts: Counts) -> Iterator[Document]:
 
 def _pieces(stream: BinaryIO, counts: Counts) -> Iterator[Document]:
     data = b""
-    # One byte more than a piece tells a document that goes on from one that ends here.
-    while len(data := data + stream.read(PIECE + 1 - len(data))) > PIECE:
+    # One byte more than a piece shows whether the document continues.
+    while len(data := data + stream.read(PIECE_BYTES + 1 - len(data))) > PIECE_BYTES:
         end = _cut(data)
         counts.bytes += end
         yield Document(_decode(data[:end], counts), ends=False)
@@ -175,8 +172,8 @@ def _pieces(stream: BinaryIO, counts: Counts) -> Iterator[Document]:
 
 
 def _cut(data: bytes) -> int:
-    end = data.rfind(b"\n", 0, PIECE) + 1 or PIECE
-    while end > PIECE - 3 and data[end] & 0xC0 == 0x80:
+    end = data.rfind(b"\n", 0, PIECE_BYTES) + 1 or PIECE_BYTES
+    while end > PIECE_BYTES - 3 and data[end] & 0xC0 == 0x80:
         end -= 1
     return end
 
@@ -188,32 +185,30 @@ def _decode(data: bytes, counts: Counts) -> str:
 
 
 def stamp(file: Path) -> tuple[str, int, int]:
-    """What changes when a file does: its path, size and time of modification."""
+    """Path, size and modification time: different once the file has changed."""
     with _reading(file):
         stat = file.stat()
     return str(file), stat.st_size, stat.st_mtime_ns
 
 
 def digests(files: Sequence[Path], index: Path, progress: Progress) -> list[str]:
-    """BLAKE3 of each file; `index` remembers those of unchanged files, so that a second start is quick."""
+    """BLAKE3 of each file; `index` caches those of unchanged files, so that a second start is quick."""
     known: dict[str, str] = {}
-    with suppress(OSError, ValueError):  # the index is a shortcut: whatever is wrong with it, read the files
+    with suppress(OSError, ValueError):  # without a usable index the files are read
         known = dict(json.loads(index.read_text()))
-    settled, found, done = dict(known), [], 0
+    cached, found, done = dict(known), [], 0
     stamps = [stamp(file) for file in files]
     total = sum(size for _, size, _ in stamps)
     for file, (path, size, modified) in zip(files, stamps, strict=True):
         mark = f"{path} {size} {modified}"
         found.append(known.get(mark) or digest(file, progress, done, total))
         done += size
-        # Within one tick of the clock a file can change and keep its stamp: remember only older ones.
+        # A file can change within one tick of the clock and keep its stamp: cache only older ones.
         if time.time_ns() - modified > 2_000_000_000:
-            settled[mark] = found[-1]
-    if settled != known:
-        with suppress(OSError):  # a cache that cannot be written is reported when tokens are to be written
-            fresh = index.with_name(f".{index.name}.{os.getpid()}")
-            fresh.write_text(json.dumps(settled, indent=1))
-            fresh.replace(index)
+            cached[mark] = found[-1]
+    if cached != known:
+        with suppress(OSError):  # a cache that cannot be written is reported when tokens are written
+            write_whole(index, json.dumps(cached, indent=1))
     return found
 
 
@@ -247,6 +242,4 @@ def _unreadable(file: Path, error: OSError) -> UserError:
 
 
 def _bad_row(file: Path, place: str, cause: str) -> UserError:
-    return UserError(
-        f"{file}: {place} holds no text", cause, 'Give every row a text of its own, named "text"'
-    )
+    return UserError(f"{file}: {place} has no text", cause, 'Give every row a string named "text"')

@@ -1,15 +1,15 @@
-"""The built-in corpus: a seeded grammar of tiny stories, and the checker that knows its every sentence.
+"""The built-in corpus: a seeded grammar of small stories, and a checker for its sentences.
 
-A *plot* is a fixed row of sentences, and each sentence has a few *templates* that say it differently.
-A template is a row of words, some of which are *slots*. A slot of the *cast* (the hero, the colour) is
-chosen once and keeps its value in the whole story; a *follower* is settled by one of the cast (Mia is a
-"she", has Pip the dog, and what is red is a car); a *local* slot (the weather, a feeling) is chosen anew
-wherever it stands. All choices are uniform. They are the digits of one large number, the hash of the seed
-and the index: divide by the number of options, and the remainder picks one.
+A *plot* is a fixed sequence of sentences, and each sentence has a few alternative *templates*. A template is
+a sequence of words, some of which are *slots*. A slot of the *cast* (the hero, the colour) is chosen once and
+keeps its value in the whole story. A *follower* is determined by a member of the cast (Mia is a "she" and has
+Pip the dog; what is red is a car). A *local* slot (the weather, a feeling) is chosen anew each time. All
+choices are uniform. They are the digits of one large number, the hash of seed and index: it is divided by the
+number of options, and the remainder picks one.
 
-The checker walks the same templates. Every value is one word, no two templates of a sentence can say the
-same words, and no two plots can tell the same story, so a text has at most one derivation. That makes
-checking linear, and makes the entropy of the texts the sum of the entropies of the choices.
+The checker uses the same templates. Every value is one word, no two templates of a sentence can produce the
+same words, and no two plots the same story, so a text has at most one derivation. Therefore checking takes
+linear time, and the entropy of a story is the sum of the entropies of its choices.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ VALUES = CAST | {slot: values for slot, (_, values) in FOLLOWERS.items()} | LOCA
 
 
 class Word(NamedTuple):
-    """One word of a template: its slot ("" for a plain word), and the value behind each way to write it."""
+    """One word of a template: its slot ("" for a plain word), and the value for each spelling."""
 
     slot: str
     values: dict[str, str]
 
 
 class Template(NamedTuple):
-    """One way to say a sentence: its words for the checker, its pattern and slots for the writer."""
+    """One form of a sentence: its words for the checker, its pattern and slots for the writer."""
 
     words: tuple[Word, ...]
     pattern: str
@@ -74,7 +74,7 @@ SENTENCES = story_words.read_sentences()
 OPENING, CLOSING = SENTENCES.pop("opening"), SENTENCES.pop("closing")
 PLOTS = tuple(compile_plot(OPENING + middle + CLOSING) for middle in SENTENCES.values())
 
-# What follows from each value of the cast.
+# The followers that each value of the cast determines.
 FOLLOWING = {
     value: {slot: values[place] for slot, (leader, values) in FOLLOWERS.items() if leader == member}
     for member, options in CAST.items()
@@ -92,7 +92,7 @@ def tell(number: int) -> str:
         value = CAST[slot][choice]
         cast[slot] = value
         cast.update(FOLLOWING[value])
-    said = []
+    sentences = []
     for templates in plot.sentences:
         number, choice = divmod(number, len(templates))
         template = templates[choice]
@@ -103,8 +103,8 @@ def tell(number: int) -> str:
             else:
                 number, choice = divmod(number, len(LOCAL[slot]))
                 values.append(LOCAL[slot][choice])
-        said.append(template.pattern % tuple(values))
-    return " ".join(said)
+        sentences.append(template.pattern % tuple(values))
+    return " ".join(sentences)
 
 
 def story(seed: int, index: int) -> str:
@@ -119,14 +119,14 @@ def stories(seed: int, count: int) -> Iterator[str]:
 
 
 def match(template: Template, words: list[str]) -> bool:
-    """Whether the words could be this template, whoever the cast is."""
+    """Whether the words fit this template with any cast."""
     return len(words) == len(template.words) and all(
         word in expected.values for word, expected in zip(words, template.words, strict=True)
     )
 
 
 def contradiction(template: Template, words: list[str], cast: dict[str, str]) -> str | None:
-    """The first word that contradicts the cast; a member of the cast seen for the first time joins it."""
+    """The first word that contradicts the cast, if any; a member seen for the first time is added to it."""
     for word, (slot, values) in zip(words, template.words, strict=True):
         if not slot or slot in LOCAL:
             continue
@@ -158,7 +158,7 @@ def compare(plot: Plot, sentences: list[str]) -> tuple[int, str | None]:
 
 
 def explain(text: str) -> str | None:
-    """Why a text is not a story, judged by the plot that it follows furthest; None if it is one."""
+    """Why a text is not a story, compared with the plot that it follows furthest; None if it is one."""
     sentences = re.split(r"(?<=\.) ", text)
     verdicts = [compare(plot, sentences) for plot in PLOTS]
     if any(reason is None for _, reason in verdicts):
@@ -167,7 +167,7 @@ def explain(text: str) -> str | None:
 
 
 def is_valid(text: str) -> bool:
-    """Whether a text is a story of the grammar, to the letter."""
+    """Whether a text is exactly a story of the grammar."""
     return explain(text) is None
 
 

@@ -1,8 +1,8 @@
-"""The words and sentences of the built-in stories; `stories.py` says how they are put together.
+"""The words and sentences of the built-in stories; `stories.py` describes how they are combined.
 
-Each value of a slot is one word, each sentence ends with its only full stop, and no value needs "an". Only
-the hero and the colour must be remembered, and most words that come back follow from them, so that a small
-model learns to keep a story straight within a few million tokens.
+Each value of a slot is one word, each sentence ends with its only full stop, and no value needs "an". A model
+must remember only the hero and the colour, and most repeated words follow from them, so that a small model
+learns to write consistent stories within a few million tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,8 @@ FOLLOWERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "him": ("hero", ("her",) * 6 + ("him",) * 6),
     "his": ("hero", ("her",) * 6 + ("his",) * 6),
     "child": ("hero", ("girl",) * 6 + ("boy",) * 6),
-    "pal": (
-        "hero",
-        ("Dot", "Bo", "Coco", "Pip", "Fizz", "Button", "Gus", "Nibs", "Waffle", "Moe", "Tuffy", "Pepper"),
-    ),
-    "pet": (
-        "hero",
-        ("cat", "pony", "rabbit", "dog", "duck", "goat", "cat", "rabbit", "dog", "pony", "duck", "goat"),
-    ),
+    "pal": ("hero", ("Dot", "Bo", "Coco", "Pip", "Fizz", "Button", "Gus", "Nibs", "Waffle", "Moe", "Tuffy", "Pepper")),
+    "pet": ("hero", ("cat", "pony", "rabbit", "dog", "duck", "goat", "cat", "rabbit", "dog", "pony", "duck", "goat")),
     "elder": ("hero", ("Mom", "Dad", "Grandma", "Grandpa") * 3),
     "toy": ("colour", ("boat", "train", "ball", "car", "kite", "drum")),
     "cover": ("colour", ("coat", "tent", "blanket", "scarf", "blanket", "coat")),

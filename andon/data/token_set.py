@@ -1,4 +1,4 @@
-"""A token set: a tokenized corpus on disk, as one long row of ids.
+"""A token set: a tokenized corpus on disk, one long sequence of ids.
 
 A *shard* is a file of little-endian ids: uint16, or uint32 for vocabularies above 65,536. A token set is a
 folder of shards with their tokenizer and `meta.json`, which is written last and names them all.
@@ -25,25 +25,22 @@ class TokenSet:
 
     def __init__(self, folder: Path, meta: dict[str, Any]) -> None:
         self.folder, self.meta = folder, meta
-        self.tokens: int = meta["tokens"]
+        self.token_count: int = meta["tokens"]
         self.vocab_size: int = meta["vocab_size"]
         self.bytes_per_token: float = meta["bytes"] / meta["tokens"]
         self.digest: str = meta["digest"]
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in meta["shards"])])
         self._shards = [
-            np.memmap(folder / shard["name"], dtype=np.dtype(meta["dtype"]), mode="r")
-            for shard in meta["shards"]
+            np.memmap(folder / shard["name"], dtype=np.dtype(meta["dtype"]), mode="r") for shard in meta["shards"]
         ]
 
     @classmethod
     def open(cls, folder: Path) -> TokenSet:
-        """The token set in a folder; its files must have the sizes that meta.json says."""
+        """Open the token set in a folder; the sizes of its files are checked against meta.json."""
         try:
             meta = json.loads((folder / "meta.json").read_text())
             if meta["format"] != FORMAT:
-                raise _damaged(
-                    folder, "meta.json", f"its format is {meta['format']}, this Andon's is {FORMAT}"
-                )
+                raise _damaged(folder, "meta.json", f"its format is {meta['format']}, this Andon's is {FORMAT}")
             for shard in meta["shards"]:
                 size = (folder / shard["name"]).stat().st_size
                 expected = shard["tokens"] * np.dtype(meta["dtype"]).itemsize
@@ -55,7 +52,7 @@ class TokenSet:
         except UserError:
             raise
         except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(folder, "meta.json", f"it is not as it was written: {error!r}") from error
+            raise _damaged(folder, "meta.json", f"its content is not valid: {error!r}") from error
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens."""
@@ -63,7 +60,7 @@ class TokenSet:
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Tokens [start, start + count)."""
-        assert 0 <= start <= start + count <= self.tokens, (start, count, self.tokens)
+        assert 0 <= start <= start + count <= self.token_count, (start, count, self.token_count)
         out = np.empty(count, np.int64)
         done = 0
         while done < count:
@@ -74,7 +71,7 @@ class TokenSet:
         return out
 
     def verify(self) -> None:
-        """Read every file and compare its digest."""
+        """Compare the digest of every file with meta.json."""
         for shard in self.meta["shards"]:
             if digest(self.folder / shard["name"]) != shard["blake3"]:
                 raise _damaged(self.folder, shard["name"], "its BLAKE3 is not the one in meta.json")
@@ -83,6 +80,4 @@ class TokenSet:
 
 
 def _damaged(folder: Path, name: str, cause: str) -> UserError:
-    return UserError(
-        f"{folder / name} is damaged", cause, f"rm -r {folder}, then start again: it will be made anew"
-    )
+    return UserError(f"{folder / name} is damaged", cause, f"rm -r {folder}, then start again: it will be built again")

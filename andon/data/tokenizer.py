@@ -1,9 +1,9 @@
-"""Text to token ids and back: byte-level BPE, in the `tokenizer.json` format that Hugging Face reads.
+"""Text to token ids and back: byte-level BPE, in the `tokenizer.json` format of Hugging Face.
 
-Every tokenizer is one of the `tokenizers` library. The *bytes* tokenizer is a byte-level BPE without merges,
-so id = byte and 256 = the end token; *bpe* learns its merges from a sample of the corpus; any other comes
-from a given tokenizer.json. The *end token* closes every document. Where a text spells it out, as some
-published corpora do between their documents, it is read as the end token, as Hugging Face does.
+Every tokenizer is one of the `tokenizers` library. The *bytes* tokenizer is a byte-level BPE without merges:
+id = byte, and 256 is the end token. *bpe* learns its merges from a sample of the corpus. Any other is loaded
+from a tokenizer.json. The *end token* closes every document. Where a text spells it out, as some published
+corpora do between documents, it is read as the end token, as Hugging Face does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """A BPE learned from `texts`; its vocabulary is smaller where they do not support `vocab_size`."""
+        """A BPE learned from `texts`; its vocabulary is smaller if they have too few distinct pairs."""
         from tokenizers import trainers
 
         if vocab_size < SMALLEST:
@@ -67,7 +67,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer of a tokenizer.json, or of the folder that holds one."""
+        """Load a tokenizer.json, or the one in a folder."""
         import tokenizers
 
         file = Path(path).expanduser()
@@ -75,7 +75,7 @@ class Tokenizer:
         try:
             inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises bare Exception
-            cause = error.strerror if isinstance(error, OSError) else f"it is no tokenizer.json: {error}"
+            cause = error.strerror if isinstance(error, OSError) else f"it is not a tokenizer.json: {error}"
             remedy = "Give `bpe`, `bytes` or the path of a tokenizer.json"
             raise UserError(f"The tokenizer {file} cannot be read", str(cause), remedy) from error
         inner.no_truncation()
@@ -90,7 +90,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; nothing is added to it."""
+        """The ids of a text, without added special tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -98,7 +98,7 @@ class Tokenizer:
         return [e.ids for e in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, the end token spelled out."""
+        """The text of these ids; the end token is spelled out."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
     def to_json(self) -> str:
@@ -121,10 +121,10 @@ class Tokenizer:
 
 
 def sample(texts: Iterable[tuple[str, float]]) -> Iterator[str]:
-    """Part of a corpus, small enough to learn merges from; each text comes with the share of the corpus read.
+    """A part of a corpus, small enough to learn merges from; each text comes with the share read so far.
 
-    Text and distinct words are both held to a budget that opens as the corpus goes by, so that what is taken
-    is spread evenly, and text without words (DNA, base64) costs no more memory than prose.
+    The bytes of text and of distinct words may not exceed that share of their budgets. So the sample is
+    spread evenly over the corpus, and text without words (DNA, base64) costs no more memory than prose.
     """
     words: set[str] = set()
     text_bytes = word_bytes = 0

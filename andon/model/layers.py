@@ -1,13 +1,13 @@
-"""Layers that can write the gradient of their weight where it is wanted.
+"""Layers that can write the gradient of their weight directly into the arena.
 
-Autograd puts each gradient into fresh memory, from which it is then copied into the arena: more passes over
-memory than the product itself needs at small batches. A weight that has a `grad_out` (see
-`andon.engine.arena.set_grad_out`) gets its gradient written there. The room is used once per backward, so
-that a weight used twice is still summed by autograd.
+Autograd allocates a tensor for each gradient, which is then copied into the arena; at small batches that
+costs more memory traffic than the matrix product. A weight with a `grad_out`
+(`andon.engine.arena.set_grad_out`) gets its gradient written there instead. `grad_out` is used once per
+backward, so that autograd still sums the gradients of a weight that is used twice.
 
-A weight held in bf16 is computed with in f32 (under autocast as autocast wants it), and its gradient is f32
-where the parameter allows it (`grad_dtype`). Products make the f32 copy anew in backward: kept, all of them
-together would be the f32 weights again.
+A weight held in bf16 is converted to f32 before it is used (autocast has its own rules), and its gradient is
+f32 where the parameter allows it (`grad_dtype`). Backward converts it again instead of keeping the copy: the
+copies of all layers would take the memory of f32 weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without a bias, whose weight's gradient goes straight into the weight's room."""
+    """`nn.Linear` without a bias; its backward writes into the weight's `grad_out`."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -29,13 +29,13 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not _has_grad_out(self.weight):
             autocast = torch.is_autocast_enabled(x.device.type)
-            return F.linear(x, self.weight if autocast else full(self.weight))
+            return F.linear(x, self.weight if autocast else as_f32(self.weight))
         out: Tensor = _Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
         return out
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding`, whose weight's gradient goes straight into the weight's room."""
+    """`nn.Embedding`; its backward writes into the weight's `grad_out`."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.weight.dtype == torch.float32 and not _has_grad_out(self.weight):
@@ -44,19 +44,17 @@ class Embedding(nn.Embedding):
         return out
 
 
-def full(weight: Tensor) -> Tensor:
-    """A weight in f32."""
+def as_f32(weight: Tensor) -> Tensor:
+    """A weight in f32; its gradient is not rounded on the way back."""
     if weight.dtype == torch.float32:
         return weight
     if torch.compiler.is_compiling():
         return weight.float()
-    out: Tensor = _Full.apply(weight)  # type: ignore[no-untyped-call]
+    out: Tensor = _AsF32.apply(weight)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Full(torch.autograd.Function):
-    """To f32, with a gradient that is not rounded on its way back."""
-
+class _AsF32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         return weight.float()
@@ -81,10 +79,10 @@ class _Product(torch.autograd.Function):
         for_x = (rows @ weight.float()).view(x.shape) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return for_x, None
-        inputs, room = x.reshape(-1, x.shape[-1]), _take_grad_out(weight)
-        if room is None:
+        inputs, out = x.reshape(-1, x.shape[-1]), _take_grad_out(weight)
+        if out is None:
             return for_x, rows.t() @ inputs
-        return for_x, torch.mm(rows.t(), inputs, out=room).detach()
+        return for_x, torch.mm(rows.t(), inputs, out=out).detach()
 
 
 class _Lookup(torch.autograd.Function):
@@ -99,8 +97,8 @@ class _Lookup(torch.autograd.Function):
         tokens, weight = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return None, None
-        room = _take_grad_out(weight)
-        total = torch.zeros_like(weight, dtype=torch.float32) if room is None else room.zero_()
+        out = _take_grad_out(weight)
+        total = torch.zeros_like(weight, dtype=torch.float32) if out is None else out.zero_()
         total.index_add_(0, tokens.flatten(), gradient.reshape(-1, gradient.shape[-1]))
         return None, total.detach()
 
@@ -111,8 +109,7 @@ def _has_grad_out(weight: Tensor) -> bool:
 
 
 def _take_grad_out(weight: Tensor) -> Tensor | None:
-    """The room of a weight, once. What is put there is given to autograd detached: as a tensor of its own,
-    which autograd keeps instead of copying it."""
-    room: Tensor | None = getattr(weight, "grad_out", None)
+    """A weight's `grad_out`, once. Backward returns it detached, so that autograd keeps it without a copy."""
+    out: Tensor | None = getattr(weight, "grad_out", None)
     weight.grad_out = None  # type: ignore[attr-defined]
-    return room
+    return out

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from andon.model.layers import Embedding, Linear, full
+from andon.model.layers import Embedding, Linear, as_f32
 from andon.model.shape import Shape
 
 
@@ -24,7 +24,7 @@ class Cache:
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a layer's new keys and values (B K T D) and give all of them."""
+        """Append a layer's new keys and values (B K T D); gives all of them so far."""
         end = self.length + k.shape[2]
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), full(self.weight), self.eps)
+        return F.rms_norm(x, (x.shape[-1],), as_f32(self.weight), self.eps)
 
 
 class Attention(nn.Module):
@@ -148,7 +148,7 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
     def initialise(self, seed: int) -> None:
-        """Draw all weights from `seed`: normal, 0.02 wide, narrower where blocks write to the stream."""
+        """Draw all weights from `seed`: normal, std 0.02, smaller where blocks add to the residual."""
         generator = torch.Generator().manual_seed(seed)
         narrow = 0.02 / (2 * self.shape.layers) ** 0.5
         for name, parameter in self.named_parameters():
@@ -160,7 +160,7 @@ class Llama(nn.Module):
                 parameter.data.fill_(1.0)
 
     def hold_weights_in(self, dtype: torch.dtype) -> None:
-        """Round the weights, and only these: rotations stay f32."""
+        """Convert the weights, and only these: the rotary tables stay f32."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
 
@@ -172,9 +172,7 @@ class Llama(nn.Module):
 
 def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary positions, T x D."""
-    frequency = shape.rope_theta ** -(
-        torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    )
+    frequency = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
     angle = torch.outer(torch.arange(shape.context, dtype=torch.float32), frequency).repeat(1, 2)
     return angle.cos(), angle.sin()
 

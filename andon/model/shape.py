@@ -1,4 +1,4 @@
-"""The shape of a model and its arithmetic, without torch: what a plan needs before anything is loaded."""
+"""The shape of a model: sizes, parameter count and the named presets; needs no torch."""
 
 from __future__ import annotations
 
@@ -36,23 +36,11 @@ class Shape:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return embeddings + self.layers * self.block_parameters + self.hidden
 
-    @property
-    def flops_per_token(self) -> int:
-        """Forward and backward of one token: six per matrix weight, plus attention over a full context."""
-        matrices = self.layers * self.block_parameters + self.vocab * self.hidden
-        return 6 * matrices + 6 * self.layers * self.hidden * self.context
-
 
 SHAPES = {
     "tiny": Shape(vocab=1_024, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384, context=128),
     "30m": Shape(vocab=8_192, hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1_408, context=512),
-    "124m": Shape(
-        vocab=32_768, hidden=768, layers=12, heads=12, kv_heads=3, intermediate=2_048, context=1_024
-    ),
-    "350m": Shape(
-        vocab=32_768, hidden=1_024, layers=24, heads=16, kv_heads=4, intermediate=4_096, context=1_024
-    ),
-    "1b": Shape(
-        vocab=32_768, hidden=2_048, layers=22, heads=32, kv_heads=4, intermediate=5_632, context=2_048
-    ),
+    "124m": Shape(vocab=32_768, hidden=768, layers=12, heads=12, kv_heads=3, intermediate=2_048, context=1_024),
+    "350m": Shape(vocab=32_768, hidden=1_024, layers=24, heads=16, kv_heads=4, intermediate=4_096, context=1_024),
+    "1b": Shape(vocab=32_768, hidden=2_048, layers=22, heads=32, kv_heads=4, intermediate=5_632, context=2_048),
 }

@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress, samples and the end; plain lines without a terminal."""
+"""What a user sees of a run: plan, progress, samples, halt, end; plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,27 @@ from rich.table import Table
 from andon.config.schema import Config
 from andon.errors import UserError
 from andon.run.events import Event
-from andon.run.plan import Memory, human_bytes, human_count, make_plan
+from andon.run.plan import Memory, make_plan
 
 PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
+
+
+def human_bytes(count: float) -> str:
+    """Bytes with a unit."""
+    return _human(count, (" B", " KB", " MB", " GB", " TB"))
+
+
+def human_count(count: float) -> str:
+    """A count with a unit."""
+    return _human(count, ("", "K", "M", "B", "T"))
+
+
+def _human(count: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}{units[-1]}"
 
 
 def show_error(console: Console, error: UserError) -> None:
@@ -29,16 +47,14 @@ def show_error(console: Console, error: UserError) -> None:
 
 
 def show_plan(console: Console, config: Config) -> None:
-    """The plan, before torch is loaded."""
+    """Print the plan of a run."""
     plan, train, shape = make_plan(config), config.train, config.shape
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
     width = f"{shape.layers} blocks of width {shape.hidden}"
     table.add_row("model", f"{config.model.preset} · {human_count(plan.parameters)} parameters · {width}")
-    table.add_row(
-        "data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}"
-    )
+    table.add_row("data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}")
     batch = f"{train.slots} slots × {train.micro_batch} windows × {train.context} tokens"
     table.add_row("step", f"{plan.tokens_per_step:,} tokens = {batch}")
     table.add_row("run", f"{train.steps:,} steps · {human_count(plan.tokens)} tokens · seed {config.seed}")
@@ -78,7 +94,7 @@ class Display:
         self.first_step = 0
         self.floor = ""
         self._last_line = 0.0
-        self._nobody_looks = False
+        self._output_closed = False
         self._progress = Progress(
             TextColumn("[bold]step {task.completed:>5,.0f}/{task.total:,.0f}"),
             BarColumn(bar_width=None),
@@ -89,15 +105,15 @@ class Display:
         self._task: TaskID | None = None
         self._live: Live | None = None
 
-    def __call__(self, said: Event) -> None:
+    def __call__(self, event: Event) -> None:
         """Show one event."""
-        handler = getattr(self, f"_on_{said['event']}", None)
-        if handler is None or self._nobody_looks:
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler is None or self._output_closed:
             return
         try:
-            handler(said)
-        except (BrokenPipeError, SystemExit):  # rich exits when nobody reads any more; training goes on
-            self._nobody_looks = True
+            handler(event)
+        except (BrokenPipeError, SystemExit):  # rich exits when the output is closed; training continues
+            self._output_closed = True
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -105,77 +121,69 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def _on_note(self, said: Event) -> None:
-        self.console.print(said["text"], style="dim", markup=False)
+    def _on_note(self, event: Event) -> None:
+        self.console.print(event["text"], style="dim", markup=False)
 
-    def _on_save_failed(self, said: Event) -> None:
-        what = "trying once more" if said["again"] else "given up; the earlier checkpoints are intact"
-        text = (
-            f"Checkpoint {said['step']} could not be written to {said['folder']}: {said['reason']} ({what})"
-        )
-        self.console.print(text, style="bold red", markup=False, soft_wrap=True)
+    def _on_save_failed(self, event: Event) -> None:
+        what = "trying once more" if event["again"] else "skipped; the earlier checkpoints are intact"
+        where = f"Checkpoint {event['step']} could not be written to {event['folder']}"
+        self.console.print(f"{where}: {event['reason']} ({what})", style="bold red", markup=False, soft_wrap=True)
 
-    def _on_start(self, said: Event) -> None:
-        self.started, self.first_step = time.monotonic(), said["step"]
-        self.floor = f" (floor {said['floor']:.3f})" if said["floor"] else ""
-        if said["step"]:
-            self.console.print(f"Going on from step {said['step']:,}", style="dim")
-        self._task = self._progress.add_task(
-            "", total=self.config.train.steps, completed=said["step"], eta=""
-        )
+    def _on_start(self, event: Event) -> None:
+        self.started, self.first_step = time.monotonic(), event["step"]
+        self.floor = f" (floor {event['floor']:.3f})" if event["floor"] else ""
+        if event["step"]:
+            self.console.print(f"Resuming from step {event['step']:,}", style="dim")
+        self._task = self._progress.add_task("", total=self.config.train.steps, completed=event["step"], eta="")
         if self.console.is_terminal:
             self._live = Live(self._render(), console=self.console, refresh_per_second=8)
             self._live.start()
 
-    def _on_step(self, said: Event) -> None:
+    def _on_step(self, event: Event) -> None:
         elapsed = time.monotonic() - self.started
-        left = (self.config.train.steps - said["step"]) * elapsed / max(1, said["step"] - self.first_step)
-        self.facts["loss"] = f"{said['loss']:.4f}" + self.floor
-        self.facts["tokens/s"] = f"{said['tokens_per_s']:,.0f}"
-        self.facts["lr"] = f"{said['lr']:.2e}"
-        self.facts["grad norm"] = f"{said['grad_norm']:.3f}"
+        left = (self.config.train.steps - event["step"]) * elapsed / max(1, event["step"] - self.first_step)
+        self.facts["loss"] = f"{event['loss']:.4f}" + self.floor
+        self.facts["tokens/s"] = f"{event['tokens_per_s']:,.0f}"
+        self.facts["lr"] = f"{event['lr']:.2e}"
+        self.facts["grad norm"] = f"{event['grad_norm']:.3f}"
         eta = f"{int(left) // 60}:{int(left) % 60:02d} left"
         if self._live and self._task is not None:
-            self._progress.update(self._task, completed=said["step"], eta=eta)
+            self._progress.update(self._task, completed=event["step"], eta=eta)
             self._live.update(self._render())
-        elif time.monotonic() - self._last_line > PLAIN_EVERY or said["step"] == self.config.train.steps:
+        elif time.monotonic() - self._last_line > PLAIN_EVERY or event["step"] == self.config.train.steps:
             self._last_line = time.monotonic()
             facts = "  ".join(f"{name} {value}" for name, value in self.facts.items())
-            self.console.print(
-                f"step {said['step']}/{self.config.train.steps}  {facts}  {eta}", soft_wrap=True
-            )
+            self.console.print(f"step {event['step']}/{self.config.train.steps}  {facts}  {eta}", soft_wrap=True)
 
-    def _on_sample(self, said: Event) -> None:
-        self.sample = said["text"]
+    def _on_sample(self, event: Event) -> None:
+        self.sample = event["text"]
         if self._live:
             self._live.update(self._render())
         else:
-            self.console.print(f"  “{said['text']}”", soft_wrap=True, highlight=False, markup=False)
+            self.console.print(f"  “{event['text']}”", soft_wrap=True, highlight=False, markup=False)
 
-    def _on_eval(self, said: Event) -> None:
-        self.facts["validation"] = f"{said['loss']:.4f} ({said['bits_per_byte']:.3f} bits/byte)"
-        text = f"step {said['step']}: validation loss {self.facts['validation']}"
-        if "valid_share" in said:
-            self.facts["valid stories"] = f"{said['valid_share']:.0%}"
-            text += f", {said['valid_share']:.0%} of the sampled stories valid"
+    def _on_eval(self, event: Event) -> None:
+        self.facts["validation"] = f"{event['loss']:.4f} ({event['bits_per_byte']:.3f} bits/byte)"
+        text = f"step {event['step']}: validation loss {self.facts['validation']}"
+        if "valid_share" in event:
+            self.facts["valid stories"] = f"{event['valid_share']:.0%}"
+            text += f", {event['valid_share']:.0%} of the sampled stories valid"
         if not self._live:
             self.console.print(text, soft_wrap=True)
 
-    def _on_stopped(self, said: Event) -> None:
+    def _on_stopped(self, event: Event) -> None:
         self.close()
-        self.console.print(
-            f"Stopped and saved at step {said['step']:,}. The same command goes on from there."
-        )
+        self.console.print(f"Stopped and saved at step {event['step']:,}. The same command resumes from there.")
 
-    def _on_halt(self, said: Event) -> None:
+    def _on_halt(self, event: Event) -> None:
         self.close()
-        show_halt(self.console, self.config, said)
+        show_halt(self.console, self.config, event)
 
-    def _on_done(self, said: Event) -> None:
+    def _on_done(self, event: Event) -> None:
         self.close()
-        for text in said["samples"]:
+        for text in event["samples"]:
             self.console.print(Panel(escape(text), border_style="dim", padding=(0, 1)))
-        show_summary(self.console, self.config.run.dir, said)
+        show_summary(self.console, self.config.run.dir, event)
 
     def _render(self) -> RenderableType:
         facts = Table.grid(padding=(0, 3))
@@ -186,37 +194,35 @@ class Display:
         return Group(*rows)
 
 
-def show_halt(console: Console, config: Config, said: Event) -> None:
-    """The board of a stopped line: what, who, where, and what to do."""
-    lines = [f"[bold]{escape(said['cause'])}[/]", ""]
+def show_halt(console: Console, config: Config, event: Event) -> None:
+    """Print a halt: what happened, on which rank, in which parameter, and what to do."""
+    lines = [f"[bold]{escape(event['cause'])}[/]", ""]
     samples: list[int] = []
-    for found in said["findings"]:
+    for found in event["findings"]:
         where = f"rank {found['rank']} · {found['host']}"
         if found["slot"] is None:
-            lines.append(f"{where} · {found['unit']} · not seen when computed again: a passing fault")
+            lines.append(f"{where} · {found['unit']} · not seen when computed again: a transient fault")
             continue
         amount = f"{found['count']:,} elements, first {found['first']:,}"
         lines.append(f"{where} · slot {found['slot']} · {found['kind']} in {found['parameter']} · {amount}")
         samples += [sample for sample in found["samples"] if sample not in samples]
-    if said["sound"]:
-        state = f"Weights stay at step {said['committed']}. Nothing of step {said['step']} touched them."
+    if event["sound"]:
+        state = f"Weights stay at step {event['committed']}. Nothing of step {event['step']} touched them."
     else:
-        state = "Ranks hold different bits, so nothing was saved. The last checkpoint is from before."
+        state = "Ranks hold different bits, so nothing was saved. The last checkpoint is from before that."
     lines += ["", state, ""]
     if samples:
         windows = ",".join(map(str, samples[:16]))
-        lines.append(
-            f"look at the samples   andon data show {escape(str(config.run.dir))} --windows {windows}"
-        )
-    lines.append("try again             the same command goes on from the last checkpoint")
-    if said["sound"]:
-        lines.append("go on without them    the same command with --on_nonfinite skip")
-    title = f"[bold]THE LINE STOPPED at step {said['step']}[/]"
+        lines.append(f"look at the samples   andon data show {escape(str(config.run.dir))} --windows {windows}")
+    lines.append("try again             the same command resumes from the last checkpoint")
+    if event["sound"]:
+        lines.append("skip such steps       the same command with --on_nonfinite skip")
+    title = f"[bold]THE LINE STOPPED at step {event['step']}[/]"
     console.print(Panel("\n".join(lines), title=title, title_align="left", border_style="red"))
 
 
 def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> None:
-    """How a run ended, and what to do next."""
+    """Print how a run ended, and what to do next."""
     checkpoint = folder / "checkpoints" / f"checkpoint-{summary['step']}"
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")

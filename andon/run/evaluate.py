@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from andon.data import stories
+from andon.data.tokenizer import Tokenizer
 from andon.model.generate import sample
 from andon.model.llama import Llama
 from andon.transport.base import Group
@@ -21,24 +21,16 @@ Batch = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 PART = struct.Struct("<IdQ")  # micro-batch, summed loss, tokens
 
 
-class TextTokenizer(Protocol):
-    """What is needed of a tokenizer to write text."""
-
-    @property
-    def end(self) -> int: ...
-    def decode(self, ids: list[int]) -> str: ...
-
-
 @torch.no_grad()
 def validation_loss(model: Llama, batches: Iterable[Batch], group: Group) -> float:
-    """Mean loss per token; the ranks share the micro-batches, the sum is exact and so has one answer."""
+    """Mean loss per token. Ranks share the micro-batches; the sum is exact, so their number cannot matter."""
     mine = b""
     device = model.cos.device
     for number, (x, y) in enumerate(batches):
         if number % group.world_size == group.rank:
             loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
             mine += PART.pack(number, loss.item(), y.size)
-    parts = [part for words in group.all_gather_bytes(mine) for part in PART.iter_unpack(words)]
+    parts = [part for packed in group.all_gather_bytes(mine) for part in PART.iter_unpack(packed)]
     tokens = sum(int(count) for _, _, count in parts)
     return math.fsum(loss for _, loss, _ in parts) / tokens
 
@@ -48,8 +40,8 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / math.log(2) / bytes_per_token
 
 
-def write(model: Llama, tokenizer: TextTokenizer, count: int, temperature: float, seed: int) -> list[str]:
-    """Texts from nothing, each up to the end token or one context long."""
+def write(model: Llama, tokenizer: Tokenizer, count: int, temperature: float, seed: int) -> list[str]:
+    """Sample texts without a prompt, each up to the end token or one context long."""
     start = [[tokenizer.end]] * count
     rows = sample(model, start, tokenizer.end, model.shape.context - 1, temperature, seed)
     return [tokenizer.decode(row) for row in rows]
@@ -57,17 +49,19 @@ def write(model: Llama, tokenizer: TextTokenizer, count: int, temperature: float
 
 @dataclass(frozen=True)
 class StoryScore:
-    """How many of a number of sampled stories are valid, and how many of those are in the training text."""
+    """The share of sampled stories that are valid, and how many of them are in the training text."""
 
-    samples: list[str]
-    valid: list[bool]
+    valid_share: float
     known: int
 
-    @property
-    def valid_share(self) -> float:
-        return sum(self.valid) / len(self.valid)
+
+def story_score(samples: list[str], seed: int, count: int) -> StoryScore:
+    """Check sampled stories against the grammar and against the `count` training stories of a seed."""
+    training = set(stories.stories(seed, count))
+    valid = sum(map(stories.is_valid, samples))
+    return StoryScore(valid / len(samples), sum(text in training for text in samples))
 
 
-def story_score(samples: list[str], is_known: Callable[[str], bool]) -> StoryScore:
-    """Check sampled stories against the grammar and against the training text."""
-    return StoryScore(samples, [stories.is_valid(text) for text in samples], sum(map(is_known, samples)))
+def loss_floor(story_count: int, token_count: int) -> float:
+    """The lowest loss that the built-in stories allow: the grammar's entropy per token, in nats."""
+    return stories.entropy() * story_count / token_count

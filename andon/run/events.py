@@ -1,9 +1,9 @@
-"""Events: the one record of a run, from which everything that shows it is fed.
+"""Events: the one record of a run; everything that shows a run reads them.
 
 An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds:
 `worker` · `note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `stopped` · `halt` ·
 `done`.
-`metrics.jsonl` holds them all; the last `done` is also `summary.json`, a `halt` is also `halt.json`.
+`metrics.jsonl` holds them all. `summary.json` holds the last `done`, `halt.json` the last `halt`.
 """
 
 from __future__ import annotations
@@ -18,31 +18,37 @@ from pathlib import Path
 from typing import Any
 
 from andon.errors import UserError
+from andon.files import write_whole
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
-LONGEST_WAIT = 64 << 20  # bytes of events that may wait for a disk
-RETRY = 1.0  # seconds until a disk that failed is tried again
-CLOSING = 10.0  # seconds that it has to take what is left at the end
-WHOLE = {"done": "summary.json", "halt": "halt.json"}
+MOST_WAITING = 64 << 20  # bytes of events that may wait for a disk
+RETRY_SECONDS = 1.0  # until a disk that failed is tried again
+CLOSE_SECONDS = 10.0  # that the disk gets at the end of the run
+OWN_FILES = {"done": "summary.json", "halt": "halt.json"}
 
 
 def event(kind: str, **fields: Any) -> Event:
-    """An event, stamped."""
+    """An event of now."""
     return {"event": kind, "time": round(time.time(), 3), **fields}
 
 
-class Recorder:
-    """Writes the events of a run into its folder and passes them on to those who listen.
+def no_event(event: Event) -> None:
+    """Emit nothing: only rank 0 reports events."""
 
-    A thread writes, so that a disk that hangs holds up nobody; while it is full or fails, events wait in
-    memory. `hold` is called when the folder has been removed: it makes it again, or raises `OSError`."""
+
+class Recorder:
+    """Writes the events of a run into its folder and passes them to the listeners.
+
+    A background thread writes, so that training does not wait for a disk that hangs. While the disk is full
+    or fails, events wait in memory. `hold` is called when the folder was removed: it creates it again or
+    raises `OSError`."""
 
     def __init__(self, folder: Path, *listeners: Emit, hold: Callable[[], None] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.listeners = folder, listeners
         self.failure: UserError | None = None
-        """Why some events were lost, if they were; known when it is closed."""
+        """Why events were lost, if any were; set by `close`."""
         self._hold = hold or (lambda: folder.mkdir(parents=True, exist_ok=True))
         self._path = folder / "metrics.jsonl"
         cut_last_line(self._path)
@@ -51,33 +57,33 @@ class Recorder:
         self._error: OSError | None = None
         self._closing = False
         self._turn = threading.Condition()
-        self._telling = threading.RLock()  # workers speak at the same time, and listeners may speak again
+        self._telling = threading.RLock()  # workers report at the same time, and a listener may emit events
         self._writer = threading.Thread(target=self._write, name="andon-events", daemon=True)
         self._writer.start()
 
-    def emit(self, said: Event) -> None:
-        """Record one event; it raises only after a very long time without a disk."""
+    def emit(self, event: Event) -> None:
+        """Record one event; it raises `OSError` only when too many events wait for the disk."""
         with self._turn:
-            if len(self._lines) > LONGEST_WAIT:
+            if len(self._lines) > MOST_WAITING:
                 raise self._error or OSError(f"{self.folder} does not answer")
-            self._lines += as_json(said).encode() + b"\n"
-            if name := WHOLE.get(said["event"]):
-                fields = {key: value for key, value in said.items() if key not in ("event", "time")}
+            self._lines += as_json(event).encode() + b"\n"
+            if name := OWN_FILES.get(event["event"]):
+                fields = {key: value for key, value in event.items() if key not in ("event", "time")}
                 self._files[name] = as_json(fields, indent=2) + "\n"
             self._turn.notify_all()
-        self._tell(said)
+        self._tell(event)
 
-    def _tell(self, said: Event) -> None:
+    def _tell(self, event: Event) -> None:
         with self._telling:
             for listener in self.listeners:
-                listener(said)
+                listener(event)
 
     def _write(self) -> None:
-        """Write whatever there is, until the end; after an error, try again now and then."""
+        """Write events until `close`; after an error, retry every `RETRY_SECONDS`."""
         closing = False
         while not closing:
             with self._turn:
-                pause = RETRY if self._error else None
+                pause = RETRY_SECONDS if self._error else None
                 self._turn.wait_for(lambda: self._closing or (not self._error and self._waiting), pause)
                 closing = self._closing
             try:
@@ -99,7 +105,7 @@ class Recorder:
             file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
             self._file.close()
             self._file = file
-            self._tell(event("note", text=f"{self._path} was gone: events from here on are in a new one"))
+            self._tell(event("note", text=f"{self._path} was removed: later events are in a new file"))
         while lines := bytes(self._lines):
             count = self._file.write(lines)
             with self._turn:
@@ -110,15 +116,15 @@ class Recorder:
                 self._files = {key: value for key, value in self._files.items() if value is not text}
 
     def _is_there(self) -> bool:
-        """Whether what we write still has its name: a folder may be removed while we write into it."""
+        """Whether the open file still has its name: the folder may have been removed."""
         return self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
 
     def close(self) -> None:
-        """Write what still waits, if the disk answers, and close the file."""
+        """Write the waiting events, if the disk answers in time, and close the file."""
         with self._turn:
             self._closing = True
             self._turn.notify_all()
-        self._writer.join(CLOSING)
+        self._writer.join(CLOSE_SECONDS)
         if self._waiting and not self.failure:
             self.failure = cannot_write(self._error or OSError(f"{self.folder} does not answer"))
         if not self._writer.is_alive():
@@ -126,7 +132,7 @@ class Recorder:
 
 
 def cannot_write(error: OSError) -> UserError:
-    """What a person is told when events are lost."""
+    """The error for lost events."""
     return UserError(
         "The run's events cannot be written",
         str(error),
@@ -135,7 +141,7 @@ def cannot_write(error: OSError) -> UserError:
 
 
 def as_json(fields: Any, indent: int | None = None) -> str:
-    """JSON as everybody reads it: a number that is not finite becomes null."""
+    """Strict JSON: a number that is not finite becomes null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -148,7 +154,7 @@ def as_json(fields: Any, indent: int | None = None) -> str:
 
 
 def cut_last_line(path: Path) -> None:
-    """Remove a last line that a kill cut short, so that the next event begins a line of its own."""
+    """Remove an incomplete last line, left by a kill, so that the next event starts a new line."""
     if path.exists():
         data = path.read_bytes()
         if not data.endswith(b"\n"):
@@ -156,15 +162,8 @@ def cut_last_line(path: Path) -> None:
 
 
 def read(folder: Path) -> Iterator[Event]:
-    """The events of a run, skipping a last line that a kill cut short."""
+    """The events of a run, without an incomplete last line."""
     with open(folder / "metrics.jsonl", encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):
                 yield json.loads(line)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one go."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write there, and where it goes on from."""
+"""The folder of a run: its lock, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -13,50 +13,38 @@ from andon.checkpoint.listing import checkpoint_path, newest, put_back, step_of,
 from andon.checkpoint.manifest import Damaged, verify, verify_named
 from andon.config.schema import Config
 from andon.errors import UserError
-from andon.run.events import write_whole
+from andon.files import write_whole
 
 
 class RunFolder:
-    """A run's folder, held by one process at a time."""
+    """A run's folder, locked by one process at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock: IO[str] | None = None
         self._mark = f"{os.getpid()} {secrets.token_hex(8)}"
         self.notes: list[str] = []
-        """What a person should know of how the run went on."""
+        """What the user should know about the resume."""
 
     def take(self) -> None:
-        """Make the folder and lock it for this process."""
+        """Create the folder and lock it for this process."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held for the run)
+            self.hold()
         except OSError as error:
+            if error.errno == errno.EBUSY:
+                holder = read_mark(self.folder).partition(" ")[0]
+                raise UserError(
+                    f"{self.folder} is in use",
+                    f"Process {holder} is training there",
+                    "Wait for it, or choose another --run.dir",
+                ) from None
             raise UserError(
-                f"The run cannot use {self.folder}",
-                f"{error.strerror}",
-                "Choose another folder with --run.dir",
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.seek(0)
-            holder = self._lock.read().partition(" ")[0]
-            raise UserError(
-                f"{self.folder} is in use",
-                f"Process {holder} is training there",
-                "Wait for it, or choose another --run.dir",
+                f"The run cannot use {self.folder}", f"{error.strerror}", "Choose another --run.dir"
             ) from None
         put_back(self.folder / "checkpoints")
-        self._write_mark(self._lock)
-
-    def _write_mark(self, lock: IO[str]) -> None:
-        lock.truncate(0)
-        lock.write(self._mark)
-        lock.flush()
 
     def hold(self) -> None:
-        """Keep the folder although it was removed: make and lock it again; `OSError` if another run has."""
+        """Lock the folder, again if it was removed; `OSError` (EBUSY) if another run has locked it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held for the run)
         if self._lock and os.path.sameopenfile(lock.fileno(), self._lock.fileno()):
@@ -67,18 +55,20 @@ class RunFolder:
         except OSError:
             lock.close()
             raise OSError(errno.EBUSY, "another run has taken the folder", str(self.folder)) from None
-        self._write_mark(lock)
+        lock.truncate(0)
+        lock.write(self._mark)
+        lock.flush()
         self.release()
         self._lock = lock
 
     def release(self) -> None:
-        """Let go of the folder."""
+        """Unlock the folder."""
         if self._lock:
             self._lock.close()
             self._lock = None
 
     def move_aside(self) -> Path | None:
-        """If a run was here, rename its folder, so that a fresh one can begin; gives the new name."""
+        """Rename the folder if it holds a run, so that a new run can start; gives the new name."""
         if not (self.folder / "metrics.jsonl").exists() and not newest(self.folder / "checkpoints"):
             return None
         number = 1
@@ -88,7 +78,7 @@ class RunFolder:
         return aside
 
     def resume_from(self, resume: str) -> Path | None:
-        """The checkpoint that `--resume` means: `auto` the newest if there is one, `none`, or a path."""
+        """The checkpoint that `--resume` asks for: `auto` (the newest, if any), `none`, or a path."""
         if resume == "none":
             return None
         if resume == "auto":
@@ -97,9 +87,9 @@ class RunFolder:
         known, found = verify_named(folder), newest(self.folder / "checkpoints")
         if known and found and step_of(found) > known.step:
             raise UserError(
-                f"{self.folder} already goes on to {found.name}",
-                f"{folder.name} is older, and its branch would be pruned before the later checkpoints",
-                "Choose another --run.dir for the branch",
+                f"{self.folder} already has {found.name}",
+                f"{folder.name} is older: the new branch would be pruned before the later checkpoints",
+                "Choose another --run.dir for the new branch",
             )
         if known is None:
             raise UserError(
@@ -110,7 +100,7 @@ class RunFolder:
         return folder
 
     def _newest_good(self) -> Path | None:
-        """Every byte is verified; what is damaged is named and passed over."""
+        """The newest checkpoint whose every byte verifies; a damaged one is noted and skipped."""
         checkpoints = self.folder / "checkpoints"
         for step in reversed(steps(checkpoints)):
             found = checkpoint_path(checkpoints, step)
@@ -118,24 +108,24 @@ class RunFolder:
                 verify(found)
                 return found
             except Damaged as error:
-                self.notes.append(f"{found.name} is damaged and passed over: {error}")
+                self.notes.append(f"{found.name} is damaged and skipped: {error}")
         if self.notes:
             raise UserError(
                 f"No checkpoint in {checkpoints} is good",
                 "; ".join(self.notes),
-                "Put one back, or start afresh with --resume none",
+                "Restore one from a copy, or start a new run with --resume none",
             )
         return None
 
     def begin(self, config: Config) -> None:
-        """A run begins or goes on here: keep its configuration, forget how an earlier part of it ended."""
+        """Write the configuration and remove how an earlier part of the run ended."""
         write_whole(self.folder / "config.yaml", config.to_yaml())
         for name in ("summary.json", "halt.json"):
             (self.folder / name).unlink(missing_ok=True)
 
 
 def read_mark(folder: Path) -> str:
-    """What the process that holds a folder has written there; empty if it cannot be seen from here."""
+    """The mark of the process that locked a folder; empty if this machine does not see the folder."""
     try:
         return (folder / ".lock").read_text(encoding="utf-8")
     except OSError:

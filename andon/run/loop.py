@@ -12,7 +12,6 @@ import torch
 
 from andon.checkpoint.store import weights_blake3
 from andon.config.schema import Config
-from andon.data import stories
 from andon.data.batches import Batches
 from andon.data.token_set import TokenSet
 from andon.engine.optimizer import Totals
@@ -20,7 +19,7 @@ from andon.engine.trainer import Trainer
 from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
 from andon.run import evaluate as evaluation
-from andon.run.events import Emit, Event, event
+from andon.run.events import Emit, event, no_event
 from andon.transport.base import Group
 
 T = TypeVar("T")
@@ -87,11 +86,7 @@ class Run:
         )
 
     def _between_steps(self) -> None:
-        every, seconds, step = (
-            self.config.eval.every,
-            self.config.eval.sample_every,
-            self.trainer.progress.step,
-        )
+        every, seconds, step = (self.config.eval.every, self.config.eval.sample_every, self.trainer.progress.step)
         if every and step % every == 0:
             self.evaluate()
         if self.is_rank_0 and seconds and time.monotonic() - self._sampled > seconds:
@@ -121,15 +116,14 @@ class Run:
 
     def story_score(self) -> evaluation.StoryScore:
         """The valid share of sampled stories, and how many of them the training text holds."""
-        training = set(stories.stories(self.config.seed, self.config.data.stories))
         samples = self.write(self.config.eval.stories, self.config.seed)
-        return evaluation.story_score(samples, training.__contains__)
+        return evaluation.story_score(samples, self.config.seed, self.config.data.stories)
 
     def floor(self) -> float | None:
         """The least loss that the built-in stories allow: the grammar's entropy per token."""
         if not self.on_stories:
             return None
-        return stories.entropy() * self.config.data.stories / self.tokens.tokens
+        return evaluation.loss_floor(self.config.data.stories, self.tokens.token_count)
 
     def write(self, count: int, seed: int) -> list[str]:
         """Sample texts from the model as it is."""
@@ -177,7 +171,3 @@ def while_others_wait(group: Group, work: Callable[[], T]) -> T | None:
             group.all_gather_bytes(BUSY)
     group.all_gather_bytes(b"")
     return task.result()
-
-
-def no_event(event: Event) -> None:
-    """Only rank 0 emits events."""

@@ -217,21 +217,3 @@ def _with(config: Config, keys: dict[str, Any]) -> Config:
         section, _, name = key.rpartition(".")
         (values[section] if section else values)[name] = value
     return Config.model_validate(values).on_this_machine()
-
-
-def human_bytes(count: float) -> str:
-    """Bytes as a person reads them."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def human_count(count: float) -> str:
-    """A large number as a person reads it."""
-    for unit in ("", "K", "M", "B"):
-        if count < 1000:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}T"

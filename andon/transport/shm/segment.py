@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -83,12 +82,6 @@ def new_memory(size: int) -> int:
     descriptor = os.memfd_create("andon", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size)
     return descriptor
-
-
-def machine() -> str:
-    """Equal for two processes exactly if they can share memory this way."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def _pages(size: int) -> int:

@@ -1,0 +1,43 @@
+"""Presets: what `model.preset` means: a shape (`andon.model.shape`) and defaults that train it well."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from andon.config.schema import ModelConfig, Preset
+from andon.errors import UserError
+from andon.model.shape import SHAPES
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "train": {"steps": 700, "slots": 4, "micro_batch": 4},
+        "optim": {"lr": 4e-3, "warmup": 40, "final_lr": 0.05},
+        "eval": {"every": 200, "sample_every": 5.0},
+        "checkpoint": {"every": 200},
+    },
+    "30m": {"train": {"micro_batch": 4}, "optim": {"lr": 1e-3}},
+    "124m": {"train": {"slots": 16}, "optim": {"lr": 6e-4, "warmup": 500}},
+    "350m": {"train": {"slots": 32}, "optim": {"lr": 4e-4, "warmup": 1_000}},
+    "1b": {"train": {"slots": 64, "micro_batch": 4}, "optim": {"lr": 3e-4, "warmup": 2_000}},
+}
+
+
+def with_preset(nested: dict[str, Any]) -> dict[str, Any]:
+    """Nested values with those of their preset where a key is not given."""
+    model = nested.get("model", {})
+    preset = model.get("preset", "tiny") if isinstance(model, dict) else "tiny"
+    if not isinstance(preset, str) or preset not in SHAPES:
+        allowed = ", ".join(get_args(Preset))
+        raise UserError(f"model.preset = {preset!r} is not a preset", f"Presets: {allowed}", "Choose one of these")
+    shape = SHAPES[preset]
+    defaults = {
+        "model": {name: getattr(shape, name) for name in ModelConfig.model_fields if name != "preset"},
+        "train": {"context": shape.context},
+    }
+    result = dict(nested)
+    for source in (DEFAULTS[preset], defaults):
+        for section, values in source.items():
+            given = result.get(section, {})
+            if isinstance(given, dict):
+                result[section] = {**values, **given}
+    return result

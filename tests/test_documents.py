@@ -1,0 +1,195 @@
+"""README, CONTRIBUTING and docs say what is there: the tree, every name, and every command, which is run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from blake3 import blake3
+
+from andon.config.load import build, parse_arguments
+from andon.config.presets import DEFAULTS
+from tests.runs import SMALL, environment, train
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {path.name: path.read_text(encoding="utf-8") for path in DOCUMENTS}
+FENCED = re.compile(r"^```\w*\n(.*?)^```", re.M | re.S)
+NAME = re.compile(r"`((?:andon|tests|docs)/[\w/]+\.\w+)(?::([\w.]+))?`")
+
+
+def tree() -> dict[str, str]:
+    """The files in the README's tree, each with what is said of it; a folder ends with a slash."""
+    block = next(block for block in FENCED.findall(TEXT["README.md"]) if block.startswith("andon/"))
+    folders: list[str] = []
+    found = {}
+    for line in block.splitlines():
+        name, _, words = line.strip().partition(" ")
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = [*folders[:depth], name]
+        found["".join(folders)] = words.strip()
+    return found
+
+
+def test_the_tree_names_every_file_and_says_what_it_is_for() -> None:
+    package = ROOT / "andon"
+    found = [path for path in package.rglob("*") if path.is_file() and path.suffix in (".py", ".txt")]
+    # A folder stands for its __init__.py.
+    files = {path for path in found if path.name != "__init__.py" or path.parent == package}
+    folders = {path.parent for path in files}
+    expected = {f"{path.relative_to(ROOT)}" for path in files} | {f"{path.relative_to(ROOT)}/" for path in folders}
+    assert set(tree()) == expected
+    # One rank of a benchmark is described with its benchmark.
+    silent = {path for path, words in tree().items() if not words} - {"andon/"}
+    assert all(path.endswith("_rank.py") for path in silent)
+
+
+def defined(path: Path, dotted: str) -> bool:
+    """Whether a file defines a name; `Class.method` is looked up in the class."""
+    scope: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    for name in dotted.split("."):
+        found = [node for node in scope if name in _names(node)]
+        if not found:
+            return False
+        scope = found[0].body if isinstance(found[0], ast.ClassDef) else []
+    return True
+
+
+def _names(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+@pytest.mark.parametrize("document", TEXT)
+def test_every_file_and_function_that_is_named_exists(document: str) -> None:
+    for file, name in NAME.findall(TEXT[document]):
+        assert (ROOT / file).is_file(), f"{document} names {file}"
+        assert not name or defined(ROOT / file, name), f"{document} names {name} in {file}"
+
+
+def test_the_python_example_trains() -> None:
+    torch.set_num_threads(1)  # more of them would spin on a busy machine
+    (example,) = re.findall(r"^```python\n(.*?)^```", TEXT["README.md"], re.M | re.S)
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(32, 3, generator=generator), torch.arange(32) % 2
+    losses = []
+
+    def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses.append(torch.nn.functional.cross_entropy(output, target))
+        return losses[-1]
+
+    names = {
+        "F": SimpleNamespace(cross_entropy=cross_entropy),
+        "MyModel": lambda: torch.nn.Linear(3, 2),
+        "batch": lambda step, slot: (inputs, targets),
+    }
+    exec(example, names)
+    assert losses[-1] < losses[0]
+
+
+COMMAND = re.compile(r"(?:[A-Z]+=\S+ )*(?:make|andon|pytest|torchrun|python) [a-z-].*")
+
+
+def commands() -> list[str]:
+    """Every command line of the documents, each once. The beginning of a command within a sentence only names
+    it, if a code block has the whole command."""
+    blocks: list[str] = []
+    prose: list[str] = []
+    for text in TEXT.values():
+        blocks += [line.partition("#")[0].strip() for part in FENCED.findall(text) for line in part.splitlines()]
+        prose += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCED.sub("", text))]
+    prose = [line for line in prose if not any(whole.startswith(line) for whole in blocks)]
+    return list(dict.fromkeys(line for line in (*blocks, *prose) if COMMAND.fullmatch(line)))
+
+
+DEMO_STEPS = DEFAULTS["tiny"]["train"]["steps"]
+SUBSTITUTES = {
+    "CHECKPOINT": "runs/demo/checkpoints/checkpoint-6",
+    f"checkpoint-{DEMO_STEPS}": "checkpoint-6",  # the demo here has six steps
+    "…": "",
+}
+APPENDED = {
+    "andon bench checkpoint": ["--preset=tiny", "--tokens=16", "--repetitions=1", "--ranks=1"],
+    "andon bench train": ["--preset=tiny", "--tokens=16", "--repetitions=1", "--ranks=1"],
+    "andon bench transport": [
+        *("--transports=shm,ring:bf16", "--ranks=2", "--sizes=64KB", "--repetitions=1", "--json")
+    ],
+    "andon data show": ["runs/demo", "--windows=0"],
+    "andon evaluate": ["--windows=2"],
+    "andon train": [*SMALL, "--train.steps=8"],
+    "make": ["--dry-run"],
+    "pytest": ["--collect-only", "-q"],
+    "torchrun": [*SMALL, "--train.steps=2"],
+}
+"""What makes a command short; its own words stay as they are."""
+ROW = {"transport", "ranks", "mb", "ms", "gloo_ms", "ratio", "cpu_s_per_gb"}
+
+
+def test_the_commands_are_found() -> None:
+    found = commands()
+    assert len(found) >= 15 and "make demo" in found and "SEED=7 COUNT=300 make soak" in found
+    assert any(line.startswith("torchrun ") for line in found)
+
+
+def execute(folder: Path, line: str) -> tuple[int, str]:
+    """Run a command line in a shell, as a reader would: exit code and output."""
+    for placeholder, value in SUBSTITUTES.items():
+        line = line.replace(placeholder, value)
+    command = re.sub(r"^([A-Z]+=\S+ )*", "", line)
+    kind = max((known for known in APPENDED if command.startswith(known)), key=len, default="")
+    options = list(APPENDED.get(kind, []))
+    if kind in ("andon train", "torchrun"):
+        options.append(f"--run.dir=runs/{blake3(line.encode()).hexdigest(length=4)}")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", "-c", f"{line} {shlex.join(options)}"],
+        cwd=ROOT if kind in ("make", "pytest") else folder,
+        env={**environment(folder), "PATH": path, "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=100,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.fixture(scope="module")
+def executed(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[dict[str, Future[tuple[int, str]]]]:
+    """The chosen commands, two at a time, in a folder like a reader's after `make demo`, but small."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "my-texts").mkdir()
+    (folder / "my-texts" / "one.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    (folder / "config.yaml").write_text(build({}, parse_arguments(SMALL)[1]).to_yaml())
+    train("--checkpoint.every=2", cwd=folder, name="runs/demo")
+    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    with ThreadPoolExecutor(2) as pool:
+        yield {params["line"]: pool.submit(execute, folder, params["line"]) for params in chosen if "line" in params}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("line", commands())
+def test_every_command_in_the_documents_runs(executed: dict[str, Future[tuple[int, str]]], line: str) -> None:
+    if "--rate" in line and (os.geteuid() or not all(map(shutil.which, ("unshare", "ip", "tc")))):
+        pytest.skip("no network of its own can be made here")
+    code, output = executed[line].result()
+    assert code == (3 if "--fault" in line else 0), output
+    if line.startswith("andon bench transport"):
+        rows = [json.loads(text) for text in output.splitlines() if text.startswith("{")]
+        assert [row["transport"] for row in rows] == ["gloo", "shm", "ring:bf16"]
+        assert all(row.keys() >= ROW for row in rows)
