@@ -102,8 +102,7 @@ class Checkpointer:
         self._saver.receive(statuses)
 
     def after(self, step: int, last: bool = False) -> None:
-        """A step is done: save it if it is due, in the background of the steps that follow; the last one
-        now."""
+        """A step is done: save it if it is due, in the background of the steps that follow; the last one now."""
         self._stop_if_configured()
         if should_save(step, self.settings.every, last):
             self.save(step, wait=last, patience=math.inf if last else PATIENCE)

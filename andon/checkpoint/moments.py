@@ -35,8 +35,7 @@ class Moments:
         return {(kind, name): parameters[name].numel() for kind in self.optimizer.rule.state for name in parameters}
 
     def to_save(self) -> dict[str, Tensor]:
-        """The pieces that this rank saves, where they are; with `gathers` every rank must call it
-        together."""
+        """The pieces that this rank saves, where they are; with `gathers` every rank must call it together."""
         membership, rule = self.model.membership, self.optimizer.rule
         if self.gathers:
             whole = self._gather()

@@ -1,5 +1,4 @@
-"""How far a run has come: what a checkpoint's `state.json` must bring back besides weights and optimizer
-state."""
+"""How far a run has come: what a checkpoint's `state.json` must bring back besides weights and optimizer state."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from andon.engine.arena import Arena, Layout
 
 
 class Snapshot:
-    """What one rank writes: its piece of the moments, which lie in `shards` files, and on rank 0 the
-    weights."""
+    """What one rank writes: its piece of the moments, which lie in `shards` files, and on rank 0 the weights."""
 
     def __init__(self, arena: Arena, moments: Mapping[str, Tensor], shards: int, weights: bool) -> None:
         self.arena, self.sources, self.shards = arena, moments, shards

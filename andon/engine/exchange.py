@@ -74,8 +74,7 @@ class Exchange:
         self._tasks.append(self.thread.submit(self._reduce, unit, merges, rows, before))
 
     def wait(self) -> list[str]:
-        """Wait until all units are reduced; the units to which this rank's contribution was seen to be
-        bad."""
+        """Wait until all units are reduced; the units to which this rank's contribution was seen to be bad."""
         for task in self._tasks:
             task.result()
         bad, self._bad, self._tasks = self._bad, [], []

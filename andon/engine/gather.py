@@ -29,8 +29,7 @@ class Gather:
         arena.wait_for_weights = self.wait
 
     def hook(self, module: nn.Module, overlap: bool) -> None:
-        """Have the module wait before it computes or is saved; with `overlap` each unit's module for its
-        unit.
+        """Have the module wait before it computes or is saved; with `overlap` each unit's module for its unit.
 
         Overlap is for a module that uses a unit's weights only by calling the unit's module."""
         self._overlap = overlap

@@ -23,9 +23,8 @@ from andon.transport.base import Group
 class DataParallel(nn.Module):
     """A module that is trained alike on every rank of a group; rank 0's weights are everyone's first ones.
 
-    A step has `slots` micro-batches, shared out among the ranks. `overlap_gather` lets forward begin while
-    updated weights still arrive; it is for modules that use a unit's weights only by calling the unit's
-    module."""
+    A step has `slots` micro-batches, shared out among the ranks. `overlap_gather` lets forward begin while updated
+    weights still arrive; it is for modules that use a unit's weights only by calling the unit's module."""
 
     def __init__(self, module: nn.Module, group: Group, slots: int, overlap_gather: bool = False) -> None:
         super().__init__()

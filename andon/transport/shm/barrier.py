@@ -107,11 +107,10 @@ class Barrier:
             self._fence()
 
     def _fence(self) -> None:
-        """A memory fence: other ranks see what this one wrote and read before it, and after it, in that
-        order.
+        """A memory fence: other ranks see what this one wrote and read before it, and after it, in that order.
 
-        Taking and releasing a lock uses atomic instructions. On x86 one of them is a full fence, needed only
-        between the arrival and the check for sleepers; on aarch64 a release followed by an acquire is.
+        Taking and releasing a lock uses atomic instructions. On x86 one of them is a full fence, needed only between
+        the arrival and the check for sleepers; on aarch64 a release followed by an acquire is.
         """
         self._lock.acquire()
         self._lock.release()
