@@ -5,13 +5,13 @@ BIN := $(VENV)/bin
 SEED ?= 1
 COUNT ?=
 
-.PHONY: demo test check soak clean
+.PHONY: demo test check soak mutants clean
 
 demo: $(VENV)/installed
 	$(BIN)/andon demo
 
 test: $(VENV)/installed-test check
-	$(BIN)/python -m pytest -m "not soak and not alone" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not soak and not alone" -n 2 --dist worksteal
 	$(BIN)/python -m pytest -m "not soak and alone"
 
 check: $(VENV)/installed-test
@@ -22,6 +22,10 @@ check: $(VENV)/installed-test
 # The long proofs: hundreds of kills, thousands of flips. SEED=7 COUNT=300 make soak
 soak: $(VENV)/installed-test
 	ANDON_SOAK_SEED=$(SEED) ANDON_SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest -m soak --timeout 3600
+
+# Who notices which of many small faults, put into a copy of the code one by one. IDS="no-fsync tree-in-halves"
+mutants: $(VENV)/installed-test
+	$(BIN)/python -m tests.mutants $(IDS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -189,7 +189,7 @@ def doctor() -> None:
 
 @app.command()
 def drill(
-    transport: Annotated[str, typer.Option(help="shm, star, ring or torch.")] = "shm",
+    transport: Annotated[str, typer.Option(help="A transport that connects workers.")] = "shm",
 ) -> None:
     """Inject every kind of fault into a small run on this machine and check that the run stops.
 

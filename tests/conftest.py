@@ -10,9 +10,9 @@ from tests import runs
 
 ALONE = {
     *("test_group_contract", "test_ring", "test_star", "test_shm", "test_torch_group"),
-    *("test_gradient_server", "test_interrupt", "test_plan", "test_cord"),
+    "test_gradient_server",
 }
-"""Files whose deadlines or measurements other tests would disturb."""
+"""Files whose deadlines other tests would disturb."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -26,7 +26,8 @@ def peak_memory(*options: str, cwd: Path, steps: int = 5, deadline: float = 150)
 
     Pages of libraries count once for the workers, whoever else on this machine has the same ones in use.
     """
-    process, peak, until = start("train", *QUIET, *options, cwd=cwd), 0.0, time.monotonic() + deadline
+    process = start("train", *QUIET, *options, cwd=cwd, executed=True)
+    peak, until = 0.0, time.monotonic() + deadline
     while _steps_done(cwd / "run") < steps:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until, f"{steps} steps took more than {deadline} s"

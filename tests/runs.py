@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from tests import prefork
+
 SMALL = [
     *("--model.vocab=300", "--model.hidden=32", "--model.layers=2", "--model.heads=2", "--model.kv_heads=1"),
     *("--model.intermediate=48", "--train.context=32", "--train.micro_batch=2", "--train.slots=4"),
@@ -27,11 +29,11 @@ def environment(cwd: Path) -> dict[str, str]:
     return {**os.environ, "XDG_CACHE_HOME": str(cwd / "cache"), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    """Start `andon …` in a folder."""
-    command = [sys.executable, "-m", "andon", *arguments]
-    process = subprocess.Popen(
-        command,
+def start(*arguments: str, cwd: Path, executed: bool = False) -> subprocess.Popen[str]:
+    """Start `andon …` in a folder: forked from a process that has torch loaded, or really `executed`."""
+    make = subprocess.Popen if executed else prefork.popen
+    process: subprocess.Popen[str] = make(
+        [sys.executable, "-m", "andon", *arguments],
         cwd=cwd,
         env=environment(cwd),
         stdout=subprocess.PIPE,
@@ -64,9 +66,9 @@ def end_started() -> None:
             process.stdout.close()
 
 
-def andon(*arguments: str, cwd: Path, timeout: float = 100) -> tuple[int, str]:
+def andon(*arguments: str, cwd: Path, timeout: float = 100, executed: bool = False) -> tuple[int, str]:
     """Run `andon …` to its end: exit code and output."""
-    with start(*arguments, cwd=cwd) as process:
+    with start(*arguments, cwd=cwd, executed=executed) as process:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -75,9 +77,9 @@ def andon(*arguments: str, cwd: Path, timeout: float = 100) -> tuple[int, str]:
     return process.returncode, output
 
 
-def train(*arguments: str, cwd: Path, name: str = "run") -> dict[str, Any]:
+def train(*arguments: str, cwd: Path, name: str = "run", executed: bool = False) -> dict[str, Any]:
     """A small training run that must succeed: its summary."""
-    code, output = andon("train", *SMALL, f"--run.dir={name}", *arguments, cwd=cwd)
+    code, output = andon("train", *SMALL, f"--run.dir={name}", *arguments, cwd=cwd, executed=executed)
     assert code == 0, output
     return summary(cwd / name)
 

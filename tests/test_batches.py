@@ -86,3 +86,33 @@ def test_a_corpus_of_one_window_still_trains() -> None:
     batches = Batches(Row(65), seed=1, slots=2, micro_batch=2, context=64, validation=0.1)
     assert batches.windows(1, 0) == [0, 0]
     assert len(batches.validation(10)) == 1
+
+
+def test_every_epoch_has_all_training_windows_in_an_order_of_its_own() -> None:
+    batches = Batches(Row(10 * 60 + 1), seed=3, slots=2, micro_batch=3, context=10, validation=0.1)
+    assert batches.training == 54  # nine steps
+    epochs = [
+        [window for step in range(9 * epoch + 1, 9 * epoch + 10) for window in step_of(batches, step)]
+        for epoch in range(3)
+    ]
+    for epoch in epochs:
+        assert sorted(epoch) == [window for window in range(60) if window % 10 != 9]
+        assert epoch != sorted(epoch)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def step_of(batches: Batches, step: int) -> list[int]:
+    return [window for slot in range(2) for window in batches.windows(step, slot)]
+
+
+def test_the_order_of_a_seed_never_changes() -> None:
+    batches = Batches(Row(10 * 60 + 1), seed=3, slots=2, micro_batch=3, context=10, validation=0.1)
+    assert [batches.windows(1, 0), batches.windows(1, 1)] == [[11, 34, 3], [1, 8, 54]]
+    assert [batches.windows(10, 0), batches.windows(10, 1)] == [[47, 14, 17], [32, 13, 16]]
+
+
+def test_validation_takes_the_first_windows_that_are_held_out() -> None:
+    batches = Batches(Row(10 * 60 + 1), seed=3, slots=2, micro_batch=3, context=10, validation=0.1)
+    firsts = [[int(row[0]) for row in x] for x, _ in batches.validation(4)]
+    assert firsts == [[90, 190, 290], [390]]
+    assert all((y == x + 1).all() for x, y in batches.validation(4))

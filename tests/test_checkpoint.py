@@ -163,7 +163,7 @@ def test_kill_9_at_many_moments_around_saves(tmp_path: Path, tokens: Path, answe
     die_and_go_on(tmp_path, tokens, answer, kills=COUNT or 300, seed=SEED)
 
 
-@pytest.mark.parametrize("place", ["snapshot", "write", "rename", "prune"])
+@pytest.mark.parametrize("place", ["snapshot", "write", "rename", "renamed", "prune"])
 def test_a_death_in_each_phase_leaves_a_good_checkpoint(
     tmp_path: Path, tokens: Path, answer: str, place: str
 ) -> None:

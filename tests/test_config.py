@@ -111,3 +111,39 @@ def test_no_value_breaks_the_reader(value: object) -> None:
         assert len(str(error).splitlines()) >= 3
     else:
         json.dumps(value)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_number_that_is_not_finite_is_refused(value: str) -> None:
+    assert "finite number" in refusal(**{"optim.lr": value}).cause
+
+
+def test_a_head_of_odd_size_is_refused() -> None:
+    assert "even multiple of heads" in refusal(model__hidden=36, model__heads=4).what
+
+
+def test_the_optimizer_state_is_shared_out_except_alone_and_over_a_star() -> None:
+    policies = {
+        transport: load(None, {"workers": 2}).with_transport(transport).zero.policy
+        for transport in ("local", "shm", "star", "ring", "torch")
+    }
+    assert policies == {"local": "off", "shm": "even", "star": "off", "ring": "even", "torch": "even"}
+    assert load(None, {"zero.policy": "contiguous"}).with_transport("star").zero.policy == "contiguous"
+
+
+DECIDE = {
+    **{"seed": 2, "model.layers": 3, "train.slots": 8, "train.context": 64, "optim.lr": 0.5},
+    **{"optim.clip": 0.5, "on_nonfinite": "skip", "max_skips": 7, "data.validation": 0.25},
+}
+DO_NOT_DECIDE = {
+    **{"workers": 2, "threads": 2, "group.transport": "ring", "zero.policy": "even", "run.dir": "elsewhere"},
+    **{"checkpoint.every": 7, "eval.every": 7, "data.cache": "elsewhere", "group.timeout": 3},
+}
+
+
+def test_ranks_agree_on_what_decides_the_weights_and_on_nothing_else() -> None:
+    answer = load(None).answer
+    for key, value in DECIDE.items():
+        assert load(None, {key: value}).answer != answer, key
+    for key, value in DO_NOT_DECIDE.items():
+        assert load(None, {key: value}).answer == answer, key

@@ -8,12 +8,12 @@ import socket
 import struct
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, andon, start, summary, train
+from tests.runs import SMALL, andon, start, summary, train, wait_for_step
 
 STEPS = ["--train.steps=8"]
 
@@ -106,3 +106,73 @@ def test_a_coordinator_that_is_not_there(tmp_path: Path) -> None:
         port = server.getsockname()[1]
     code, output = andon("worker", f"127.0.0.1:{port}", cwd=tmp_path)
     assert code == 1 and "cannot be reached" in output, output
+
+
+def test_a_worker_that_is_lost_is_not_a_success(tmp_path: Path) -> None:
+    options = ["--workers=2", "--group.transport=ring", "--train.steps=100000"]
+    with coordinating(tmp_path, *options) as (coordinator, address):
+        workers = [start("worker", address, cwd=tmp_path) for _ in range(2)]
+        wait_for_step(tmp_path / "run", 2, coordinator)
+        for worker in workers:
+            worker.kill()
+        output, _ = coordinator.communicate(timeout=60)
+    assert coordinator.returncode == 1 and "was lost" in output, output
+
+
+JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark"}
+
+
+class PlainWorker:
+    """A worker of which only the control link is there, spoken by hand."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        from andon import __version__
+
+        self.socket = socket.create_connection(address, timeout=30)
+        self.send("hello", version=__version__, host="here", pid=1, rank=None)
+        assert self.receive() == "job"
+        self.send("ready", data="digest", folder="mark")
+        assert self.receive() == "welcome"
+
+    def send(self, kind: str, **fields: object) -> None:
+        payload = b"\x10" + json.dumps({"kind": kind, **fields}).encode()
+        self.socket.sendall(struct.pack(">I", len(payload)) + payload)
+
+    def receive(self) -> object:
+        (length,) = struct.unpack(">I", self._read(4))
+        return json.loads(self._read(length)[1:])["kind"]
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            data += self.socket.recv(count - len(data))
+        return data
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "failures"),
+    [
+        ([0, 0], 0, []),
+        ([0, 3], 3, []),
+        ([3, 0], 3, []),
+        ([0, None], 1, ["Rank 1 was lost"]),
+        ([None, 0], 1, ["Rank 0 was lost"]),
+    ],
+)
+def test_the_worst_end_of_a_worker_is_the_end_of_the_run(
+    ends: list[int | None], code: int, failures: list[str]
+) -> None:
+    """None: its connection ends without a goodbye."""
+    from andon.cluster.coordinator import Coordinator
+
+    with closing(Coordinator(JOB, 2, lambda event: None)) as coordinator:
+        workers = [PlainWorker(coordinator.address) for _ in ends]
+        for worker in workers:
+            worker.send("value", topic="addresses", value="here")
+        assert [worker.receive() for worker in workers] == ["values", "values"]
+        for worker, end in zip(workers, ends, strict=True):
+            if end is not None:
+                worker.send("bye", code=end)
+            worker.socket.close()
+        assert coordinator.wait() == code
+        assert [failure.what for failure in coordinator.failures] == failures

@@ -43,6 +43,8 @@ def test_hugging_face_loads_a_checkpoint_with_the_same_logits(tmp_path: Path, ti
 
     shape = replace(SMALL, tied=tied, rope_theta=5000.0)
     model = make(shape)
+    for parameter in model.parameters():
+        parameter.data.mul_(8)  # with its first weights a model hardly looks at positions
     theirs = AutoModelForCausalLM.from_pretrained(save(model, tmp_path))
     x = tokens(shape)
     with torch.no_grad():
@@ -129,3 +131,45 @@ def test_targets_of_minus_100_do_not_count() -> None:
     y[:, 5:] = -100
     with torch.no_grad():
         torch.testing.assert_close(model(x, y), model(x[:, :5], y[:, :5]))
+
+
+def test_a_low_temperature_takes_the_likeliest_token() -> None:
+    model = make(SMALL)
+    (likeliest,) = sample(model, [[1, 2, 3]], end=-1, length=20, temperature=0)
+    assert sample(model, [[1, 2, 3]], end=-1, length=20, temperature=1e-6, seed=9) == [likeliest]
+    assert sample(model, [[1, 2, 3]], end=-1, length=20, temperature=1.0, seed=9) != [likeliest]
+
+
+def test_a_row_that_has_ended_stays_ended_while_another_goes_on() -> None:
+    model = make(SMALL)
+    rows = sample(model, [[token] for token in range(20)], end=7, length=60, seed=4)
+    long = sample(model, [[token] for token in range(20)], end=-1, length=60, seed=4)
+    assert rows == [row[: row.index(7)] if 7 in row else row for row in long]
+    assert len({len(row) for row in rows}) > 2
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    model = make(SMALL)
+    save(model, tmp_path)
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"1 tensors are missing, first model\.norm\.weight"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "yarn"}},
+        {"rope_scaling": {"type": "linear"}},
+        {"hidden_act": "gelu"},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+    ],
+)
+def test_what_this_decoder_does_not_do_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    save(make(SMALL), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(to_hub(SMALL, end_token=0) | change))
+    with pytest.raises(UserError, match="no plain Llama"):
+        load_model(tmp_path)

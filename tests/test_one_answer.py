@@ -21,7 +21,7 @@ from andon.transport.base import TRANSPORTS, Group
 from tests.group_harness import World, worlds
 from tests.training import make_trainer, small_config, small_tokens, train_digest
 
-STEPS = 50
+STEPS = 16
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,15 @@ def test_every_transport_and_number_of_workers_gives_the_answer(
     config = small_config(train__steps=STEPS, optim__clip=0)
     with World(transport, size) as world:
         assert world.run(train_digest, tokens, config, deadline=100) == [answer] * size
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("star", 4), ("torch", 2)])
+def test_after_two_hundred_steps_it_is_still_the_answer(tokens: Path, transport: str, size: int) -> None:
+    config = small_config(train__steps=200, optim__clip=0)
+    with World(transport, size) as world:
+        digests = world.run(train_digest, tokens, config, deadline=100)
+    assert digests == [plain_loop(tokens, config)] * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

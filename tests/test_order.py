@@ -99,3 +99,47 @@ def test_shares_are_complete_and_within_one_grain() -> None:
 def test_more_workers_than_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="5 workers cannot share 4 slots"):
         make_order(4, 5)
+
+
+class Term:
+    """A sum, written out."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def add_(self, other: Term, /) -> None:
+        self.text = f"({self.text}+{other.text})"
+
+
+TREES = {
+    1: "0",
+    2: "(0+1)",
+    3: "((0+1)+2)",
+    4: "((0+1)+(2+3))",
+    5: "(((0+1)+(2+3))+4)",
+    6: "(((0+1)+(2+3))+(4+5))",
+    7: "(((0+1)+(2+3))+((4+5)+6))",
+    9: "((((0+1)+(2+3))+((4+5)+(6+7)))+8)",
+}
+
+
+@pytest.mark.parametrize("slots", TREES)
+def test_the_tree_splits_after_the_largest_power_of_two(slots: int) -> None:
+    leaves = [Term(str(slot)) for slot in range(slots)]
+    make_order(slots, slots).add_up(leaves)
+    assert leaves[0].text == TREES[slots]
+
+
+@pytest.mark.parametrize("slots", TREES)
+def test_one_worker_folds_its_slots_into_the_same_tree(slots: int) -> None:
+    order = make_order(slots, 1)
+    rows = [Term("nothing") for _ in range(order.rows(0))]
+    for step in order.folds(0):
+        if step.accumulate:
+            rows[step.row].add_(Term(str(step.slot)))
+        else:
+            rows[step.row] = Term(str(step.slot))
+        for into, other in step.merges:
+            rows[into].add_(rows[other])
+    order.add_up(rows[: len(order.nodes[0])])
+    assert rows[0].text == TREES[slots]

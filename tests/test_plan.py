@@ -83,6 +83,18 @@ def test_plan_as_json_counts_what_zero_saves(tmp_path: Path) -> None:
     assert plan["sent"] == off["sent"] == 6 * plan["parameters"]
 
 
+@pytest.mark.parametrize(
+    ("workers", "slots", "rows", "moments"), [(1, 4, 2, 8), (2, 4, 1, 4), (1, 8, 3, 8), (4, 8, 1, 2)]
+)
+def test_weights_gradients_and_moments_are_counted(workers: int, slots: int, rows: int, moments: int) -> None:
+    """A worker folds its slots in as many rows as the tree is deep, and ZeRO shares out the moments."""
+    config = build({}, {"model.preset": "tiny", "workers": workers, "train.slots": slots}).on_this_machine()
+    plan = make_plan(config)
+    assert plan.memory.weights == 4 * plan.parameters
+    assert plan.memory.gradients == rows * 4 * plan.parameters
+    assert plan.memory.optimizer == moments * plan.parameters
+
+
 @pytest.mark.parametrize("policy", ["off", "even", "contiguous"])
 def test_the_copies_for_a_save_are_the_moments_shared_out_and_on_rank_0_the_weights(policy: Policy) -> None:
     model, zero = Llama(SHAPES["tiny"]), Zero(policy)

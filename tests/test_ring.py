@@ -27,10 +27,10 @@ SECONDS = 20.0
 
 
 class Table:
-    """A rendezvous for threads: everyone lays down a word and takes all."""
+    """A rendezvous for threads: everyone leaves a value and takes all."""
 
     def __init__(self, size: int) -> None:
-        self.words = [""] * size
+        self.values = [""] * size
         self.barrier = threading.Barrier(size, timeout=SECONDS)
 
 
@@ -38,13 +38,13 @@ class Seat:
     """One rank at the table."""
 
     def __init__(self, table: Table, rank: int) -> None:
-        self.rank, self.world_size = rank, len(table.words)
+        self.rank, self.world_size = rank, len(table.values)
         self._table = table
 
     def exchange(self, topic: str, mine: str) -> list[str]:
-        self._table.words[self.rank] = mine
+        self._table.values[self.rank] = mine
         self._table.barrier.wait()
-        return list(self._table.words)
+        return list(self._table.values)
 
 
 @contextmanager
@@ -207,13 +207,13 @@ def test_strangers_do_not_hold_up_a_ring() -> None:
 
     class Noisy(Seat):
         def exchange(self, topic: str, mine: str) -> list[str]:
-            words = super().exchange(topic, mine)
-            for word in words:
-                host, port, _ = word.split()
+            values = super().exchange(topic, mine)
+            for value in values:
+                host, port, _ = value.split()
                 silent, rude = (socket.create_connection((host, int(port))) for _ in range(2))
                 rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 strangers.extend([silent, rude])
-            return words
+            return values
 
     with ThreadPoolExecutor(2) as pool:
         seats = [Noisy(table, rank) for rank in range(2)]
@@ -233,13 +233,13 @@ def test_a_rank_that_never_connects_is_named() -> None:
             if rank == 0:
                 RingGroup.open(Seat(table, 0), Settings(0.5)).close()
             else:
-                Seat(table, 1).exchange("ring", table_word)
+                Seat(table, 1).exchange("ring", table_value)
         except GroupError as error:
             return error
         return None
 
     with socket.create_server(("127.0.0.1", 0)) as deaf, ThreadPoolExecutor(2) as pool:
-        table_word = f"127.0.0.1 {deaf.getsockname()[1]} token"
+        table_value = f"127.0.0.1 {deaf.getsockname()[1]} token"
         error, _ = pool.map(come, range(2))
     assert isinstance(error, GroupTimeout)
     assert error.rank == 1

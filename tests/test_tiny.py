@@ -12,7 +12,7 @@ from tests.runs import andon, events, summary, train
 
 
 def test_from_nothing_to_a_model_that_writes(tmp_path: Path) -> None:
-    done = train("--workers=2", "--eval.every=3", "--checkpoint.every=2", cwd=tmp_path)
+    done = train("--workers=2", "--eval.every=3", "--checkpoint.every=2", cwd=tmp_path, executed=True)
     run = tmp_path / "run"
     checkpoint = run / "checkpoints" / "checkpoint-6"
 
@@ -36,7 +36,7 @@ def test_from_nothing_to_a_model_that_writes(tmp_path: Path) -> None:
         "optimizer_ms",
     } <= first.keys()
 
-    code, text = andon("generate", str(checkpoint), "Once", "--length=5", cwd=tmp_path)
+    code, text = andon("generate", str(checkpoint), "Once", "--length=5", cwd=tmp_path, executed=True)
     assert code == 0 and text.startswith("Once"), text
     code, text = andon("evaluate", str(checkpoint), cwd=tmp_path)
     assert code == 0 and "bits per byte" in text and "floor of the loss" in text, text

@@ -135,3 +135,13 @@ def test_text_without_words_is_sampled_less(monkeypatch: pytest.MonkeyPatch) -> 
     taken = list(sample((text, number / 1_000) for number, text in enumerate(distinct)))
     # The leading zeros are cut into equal words of 32 and are counted once.
     assert sum(map(len, taken)) < 30_000
+
+
+def test_a_given_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
+    import tokenizers
+
+    inner = tokenizers.Tokenizer.from_str(Tokenizer.bytes().to_json())
+    inner.enable_truncation(5)
+    inner.enable_padding(length=40)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode_batch(["a long text", "ab"]) == [[*b"a long text"], [*b"ab"]]

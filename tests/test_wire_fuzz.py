@@ -9,12 +9,18 @@ import logging
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +30,7 @@ from andon.protocol2.client import WorkerClient
 from andon.protocol2.server import GradientServer
 from andon.transport.base import ProtocolError
 from andon.transport.tcp import frames as wire
-from andon.transport.tcp.star_server import checked_operation
+from andon.transport.tcp.star_server import StarServer, checked_operation
 
 SOAK_COUNT = int(os.environ.get("ANDON_SOAK_COUNT", "100000"))
 COUNTS = [200, pytest.param(SOAK_COUNT, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
@@ -268,25 +274,142 @@ def test_a_worker_refuses_them_all(count: int) -> None:
         assert stays_flat(lambda payload: hear(lambda sock: send(sock, payload)), seen, count // 10)
 
 
-numbers = st.lists(st.integers(0, 2**20), max_size=4).map(tuple)
-names = st.sampled_from(["all-reduce", "reduce-scatter", "all-gather", "gather of bytes", "other"])
-kinds = st.sampled_from(["float32", "bf16", "uint8", ""])
+KINDS = {"all-reduce": ["float32", "bf16"], "reduce-scatter": ["float32", "bf16"], "all-gather": ["uint8"]}
+RANKS = 2
+MOST = 64  # slots, and thousands of elements: what the test has the server compute
+
+
+@st.composite
+def bounds_of(draw: st.DrawFn, total: int) -> tuple[int, ...]:
+    return (0, *sorted(draw(st.lists(st.integers(0, total), min_size=RANKS - 1, max_size=RANKS - 1))), total)
+
+
+@st.composite
+def valid_operations(draw: st.DrawFn) -> wire.Operation:
+    name = draw(st.sampled_from(sorted(KINDS)))
+    count, slots = draw(st.integers(0, 1000 * MOST)), draw(st.integers(1, MOST))
+    bounds = (0, count) if name == "all-reduce" else draw(bounds_of(count))
+    shares = draw(bounds_of(slots))
+    return wire.Operation(name, count, draw(st.sampled_from(KINDS[name])), bounds, slots, shares)
+
+
+@st.composite
+def mutated_operations(draw: st.DrawFn) -> wire.Operation:
+    """A valid operation with one field changed; about half of them still make sense."""
+    operation = draw(valid_operations())
+    numbers = st.lists(st.integers(0, 2**20), max_size=4).map(tuple)
+    changes: dict[str, st.SearchStrategy[Any]] = {
+        "name": st.sampled_from([*KINDS, "gather of bytes", ""]),
+        "count": st.integers(0, 2**40),
+        "wire": st.sampled_from(["float32", "bf16", "uint8", "int64", ""]),
+        "bounds": bounds_of(operation.count) | numbers,
+        "slots": st.integers(0, 2**21),
+        "shares": bounds_of(operation.slots) | numbers,
+    }
+    field = draw(st.sampled_from(sorted(changes)))
+    return replace(operation, **{field: draw(changes[field])})
+
+
+class PlainRanks:
+    """The ranks of a star, by hand: they send the bytes that an operation asks for and check the answer."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.data, self.heartbeats = (
+            [self._connect(address, rank, channel) for rank in range(RANKS)]
+            for channel in ("data", "heartbeat")
+        )
+
+    def _connect(self, address: tuple[str, int], rank: int, channel: str) -> socket.socket:
+        sock = socket.create_connection(address, SECONDS)
+        sock.sendall(wire.frame(wire.Hello(rank, RANKS, channel, "")))
+        return sock
+
+    def close(self) -> None:
+        for sock in self.heartbeats:
+            sock.sendall(wire.frame(wire.Leaving()))
+        for sock in self.data + self.heartbeats:
+            sock.close()
+
+    def do(self, operation: wire.Operation) -> None:
+        """Small integers are summed, which bf16 holds exactly in any order."""
+        gathers, bounds = operation.name == "all-gather", operation.bounds
+        parts = [slice(lo, hi) for lo, hi in pairwise(bounds)]
+        nodes = [] if gathers else order_of_ranges(operation.slots, operation.shares).nodes
+        rows = [1] * RANKS if gathers else [len(own) for own in nodes]
+        values = np.arange(operation.count) % 3
+        with ThreadPoolExecutor(RANKS) as pool:
+            sending = []
+            for rank, sock in enumerate(self.data):
+                own = [parts[rank]] if gathers else parts
+                body = b"".join(as_sent(values[part] + rank, operation.wire) * rows[rank] for part in own)
+                sending.append(pool.submit(sock.sendall, wire.frame(operation) + body))
+            for rank, sock in enumerate(self.data):
+                if gathers:
+                    other = 1 - rank
+                    want = as_sent(values[parts[other]] + other, operation.wire)
+                else:
+                    total = rows[0] * values + rows[1] * (values + 1)
+                    want = as_sent(total[parts[rank if len(parts) > 1 else 0]], operation.wire)
+                assert exactly(sock, len(want)) == want
+            for each in sending:
+                each.result(SECONDS)
+
+
+def as_sent(values: npt.NDArray[np.int64], kind: str) -> bytes:
+    if kind == "bf16":
+        return torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    return values.astype(np.float32 if kind == "float32" else np.uint8).tobytes()
+
+
+def exactly(sock: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        more = sock.recv(count - len(data))
+        assert more, "the connection was closed"
+        data += more
+    return bytes(data)
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_star_accepts_an_operation_only_if_it_makes_sense(count: int) -> None:
-    @examples(count)
-    @given(names, st.integers(0, 2**40), kinds, numbers, st.integers(0, 2**21), numbers)
-    def check(
-        name: str, elements: int, kind: str, bounds: tuple[int, ...], slots: int, shares: tuple[int, ...]
-    ) -> None:
-        payload = wire.frame(wire.Operation(name, elements, kind, bounds, slots, shares))[4:]
-        try:
-            operation = checked_operation(payload, 2)
-        except ProtocolError:
-            return
-        if operation.name in ("all-reduce", "reduce-scatter"):
-            assert operation.bounds[-1] == operation.count
-            assert order_of_ranges(operation.slots, operation.shares).world_size == 2
+def test_a_star_serves_an_operation_exactly_if_it_makes_sense(count: int) -> None:
+    served, refused = Counter[str](), 0
+    server = StarServer(("127.0.0.1", 0), RANKS, SECONDS)
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(server.serve)
+        ranks = PlainRanks(server.address)
 
-    check()
+        @examples(count)
+        @given(valid_operations() | mutated_operations())
+        def check(operation: wire.Operation) -> None:
+            nonlocal refused
+            try:
+                accepted = checked_operation(wire.frame(operation)[4:], RANKS)
+            except ProtocolError:
+                refused += 1
+                return
+            assert accepted == operation
+            if operation.slots <= 16 * MOST or operation.name == "all-gather":
+                ranks.do(operation)
+                served[operation.name] += 1
+
+        try:
+            check()
+        finally:
+            ranks.close()
+            server.close()
+        serving.result(SECONDS)
+    assert refused > count / 10 and all(served[name] > count / 20 for name in KINDS), (refused, served)
+
+
+def test_a_star_refuses_an_operation_that_makes_no_sense_and_says_whose_it_was() -> None:
+    good = wire.Operation("all-reduce", 10, "float32", (0, 10), 2, (0, 1, 2))
+    for bad in (replace(good, wire="int64"), replace(good, bounds=(0, 9)), replace(good, shares=(0, 2))):
+        server = StarServer(("127.0.0.1", 0), RANKS, SECONDS)
+        with ThreadPoolExecutor(1) as pool:
+            serving = pool.submit(server.serve)
+            ranks = PlainRanks(server.address)
+            for sock, operation in zip(ranks.data, (good, bad), strict=True):
+                sock.sendall(wire.frame(operation))
+            with pytest.raises(ProtocolError, match="rank 1 broke the protocol"):
+                serving.result(SECONDS)
+            ranks.close()

@@ -25,7 +25,7 @@ from tests.training import digest, make_trainer, small_config, small_tokens
 
 POLICIES: list[Policy] = ["even", "round_robin", "contiguous"]
 SETTINGS = ["off", *POLICIES, "even*2", "contiguous*2"]
-STEPS = 8
+STEPS = 4
 
 
 @pytest.fixture(scope="module")

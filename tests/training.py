@@ -9,7 +9,7 @@ import torch
 
 from andon.checkpoint.store import weights_blake3
 from andon.config.load import load
-from andon.config.schema import Config
+from andon.config.schema import Config, RunConfig
 from andon.data.build import Corpus, prepare
 from andon.data.token_set import TokenSet
 from andon.engine.trainer import Trainer
@@ -44,9 +44,12 @@ def small_tokens(folder: Path) -> Path:
 
 
 def make_trainer(group: Group, tokens: Path, config: Config, emit: Emit = no_event) -> Trainer:
-    """A trainer on a group that outlives it."""
+    """A trainer on a group that outlives it; it saves nothing unless a test has chosen a folder."""
     torch.set_num_threads(1)
-    return build_trainer(config, TokenSet.open(tokens), group, torch.device("cpu"), emit)
+    trainer = build_trainer(config, TokenSet.open(tokens), group, torch.device("cpu"), emit)
+    if config.run.dir == RunConfig().dir:
+        trainer.checkpointer = None
+    return trainer
 
 
 def digest(trainer: Trainer) -> str:

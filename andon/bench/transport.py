@@ -3,7 +3,8 @@
 A row is one transport, number of ranks and size: the median time of an all-reduce, its bus bandwidth (the
 bytes that a ring would move per rank, 2(N-1)/N of the vector, per second), the processor time that all ranks
 together spend per GB of vector, and the ratio of gloo's time to it. The slowest rank counts. Two bounds of
-the machine are measured with it: a plain memory copy, and a bare full-duplex TCP connection.
+the machine are measured with it: a plain memory copy, and a bare full-duplex TCP connection. All sockets have
+the same congestion control (`andon.bench.link`).
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _run_ranks(
 
 
 def _serve_star(ranks: int) -> int:
-    """Start a gradient server in this process, which is idle while it measures; its port."""
+    """Start the server of a star in this process, which is idle while ranks measure; its port."""
     from andon.transport.tcp.star_server import StarServer
 
     server = StarServer(("127.0.0.1", 0), ranks, timeout=60.0)

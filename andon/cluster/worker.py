@@ -153,10 +153,10 @@ def _train(config: Config, tokens: TokenSet, job: Message, client: CoordinatorCl
     server = job["server"]
     if server and server[0] in ("0.0.0.0", "::"):  # it listens everywhere, so also where the coordinator is
         server = [client.control.link.socket.getpeername()[0], *server[1:]]
-    group = open_configured(config, client, client.host, server)
     resume = Path(job["resume"]) if job["resume"] else None
     try:
-        train(config, tokens, group, resume, client.emit, client.stop.is_set)
+        with open_configured(config, client, client.host, server) as group:
+            train(config, tokens, group, resume, client.emit, client.stop.is_set)
     except JidokaHalt as halt:
         _log(str(halt))
         return EXIT_HALTED

@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # the launcher, the coordinator and the configuration read th
     import torch
 
 Wire = Literal["f32", "bf16"]
-INLINE: Final = 252
-CELL: Final = struct.Struct(f"<I{INLINE}s")
+INLINE_BYTES: Final = 252
+SMALL_MESSAGE: Final = struct.Struct(f"<I{INLINE_BYTES}s")
 """A small message: its length and its first bytes."""
 LONGEST_MESSAGE: Final = 1 << 26
 
@@ -55,7 +55,7 @@ class GroupTimeout(GroupError):
 
 
 class ProtocolError(GroupError):
-    """A peer said something that the protocol does not allow."""
+    """A peer sent something that the protocol does not allow."""
 
 
 class Rendezvous(Protocol):
@@ -119,19 +119,18 @@ class Group(ABC):
         """Everybody's small message, by rank. A short one takes one all-gather, a longer one two."""
         import torch
 
-        cells = torch.zeros(self.world_size, CELL.size, dtype=torch.uint8)
-        cells[self.rank] = _bytes_tensor(CELL.pack(len(data), data[:INLINE]))
-        self.all_gather(cells.view(-1), range(0, CELL.size * (self.world_size + 1), CELL.size))
-        starts = [CELL.unpack(cell.numpy()) for cell in cells]
-        rests = [max(0, length - INLINE) for length, _ in starts]
+        cells = torch.zeros(self.world_size, SMALL_MESSAGE.size, dtype=torch.uint8)
+        cells[self.rank] = _bytes_tensor(SMALL_MESSAGE.pack(len(data), data[:INLINE_BYTES]))
+        size = SMALL_MESSAGE.size
+        self.all_gather(cells.view(-1), range(0, size * (self.world_size + 1), size))
+        starts = [SMALL_MESSAGE.unpack(cell.numpy()) for cell in cells]
+        rests = [max(0, length - INLINE_BYTES) for length, _ in starts]
         if max(rests) > LONGEST_MESSAGE:
-            raise ProtocolError(
-                f"rank {rests.index(max(rests))} sends a small message of {max(rests):,} bytes"
-            )
+            raise ProtocolError(f"rank {rests.index(max(rests))} sends a message of {max(rests):,} bytes")
         bounds = [0, *accumulate(rests)]
         rest = torch.empty(bounds[-1], dtype=torch.uint8)
         if bounds[-1]:
-            rest[bounds[self.rank] : bounds[self.rank + 1]] = _bytes_tensor(data[INLINE:])
+            rest[bounds[self.rank] : bounds[self.rank + 1]] = _bytes_tensor(data[INLINE_BYTES:])
             self.all_gather(rest, bounds)
         tails = [rest[lo:hi].numpy().tobytes() for lo, hi in pairwise(bounds)]
         return [start[:length] + tail for (length, start), tail in zip(starts, tails, strict=True)]

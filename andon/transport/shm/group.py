@@ -21,7 +21,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, cycle, pairwise
+from itertools import cycle, pairwise
 from typing import Final, NamedTuple
 from zlib import crc32
 
@@ -226,26 +226,17 @@ class ShmGroup(Group):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         self._barrier.check()
-        memory, mailbox = self._segments[0].memory, self._layout.mailbox
+        memory, half = self._segments[0].memory, self._half()
+        mailboxes = [self._layout.mailbox(half, rank) for rank in range(self.world_size)]
+        mine = data[:MAILBOX_BYTES]
+        memory[mailboxes[self.rank] : mailboxes[self.rank] + len(mine)] = mine
         call = Call(GATHER_BYTES, None, STAGED, HEADER.pack(GATHER_BYTES, 0, *STAGED, len(data)))
-        lengths: list[int] = []
-        messages = [bytearray() for _ in range(self.world_size)]
-        for done in count(0, MAILBOX_BYTES):
-            half = self._half()
-            piece = data[done : done + MAILBOX_BYTES]
-            memory[mailbox(half, self.rank) : mailbox(half, self.rank) + len(piece)] = piece
-            if not lengths:
-                self._publish(call)
-                lengths = [length for *_, length in HEADER.iter_unpack(call.headers)]
-                self.bytes_sent += sum(lengths) - len(data)
-            else:
-                self._barrier.wait(call.name)
-            for rank, message in enumerate(messages):
-                start = mailbox(half, rank)
-                message += memory[start : start + min(MAILBOX_BYTES, max(0, lengths[rank] - done))]
-            if done + MAILBOX_BYTES >= max(lengths):
-                return [bytes(message) for message in messages]
-        raise AssertionError("unreachable")
+        self._publish(call)
+        lengths = [length for *_, length in HEADER.iter_unpack(call.headers)]
+        if max(lengths) > MAILBOX_BYTES:
+            return super().all_gather_bytes(data)
+        self.bytes_sent += sum(lengths) - len(data)
+        return [memory[at : at + length] for at, length in zip(mailboxes, lengths, strict=True)]
 
     def close(self) -> None:
         self._barrier.leave()
@@ -383,6 +374,4 @@ def _piece_elements(nodes: torch.Tensor, order: Order) -> int:
 
 
 def _unavailable(cause: str) -> UserError:
-    return UserError(
-        "transport 'shm' cannot connect these workers", cause, "choose group.transport star, ring or torch"
-    )
+    return UserError("transport 'shm' cannot connect these workers", cause, "choose another group.transport")

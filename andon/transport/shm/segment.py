@@ -21,7 +21,7 @@ from andon.transport.shm.barrier import lines_size
 PAGE_BYTES: Final = 4096
 HEADER_BYTES: Final = 64
 MAILBOX_BYTES: Final = 64 << 10
-"""Bytes of a small message that are exchanged per barrier."""
+"""The longest message that takes a single barrier."""
 STAGE_BYTES: Final = 1 << 20
 
 

@@ -1,0 +1,177 @@
+"""Starts `python -m andon …` without waiting for torch: forks a process that has loaded it already.
+
+A *nursery* is one process of a test session that has imported all of Andon. It forks the command that a test
+starts; workers and gradient servers are forked by that command in the same way. Each is a process of its own,
+with its own signals, files, folder and environment, as after an exec; importing torch again would take 1.6 s
+for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+ANYTHING = 1 << 20  # bytes of a request
+POPEN = subprocess.Popen
+
+
+class Forked(subprocess.Popen[str]):
+    """A process that this one, or its nursery, has forked instead of executing it."""
+
+    nursery: socket.socket | None = None
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        if args[1] != "-m" or not args[2].startswith("andon"):
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        names = POPEN._execute_child.__code__.co_varnames[2 : 2 + len(rest)]  # type: ignore[attr-defined]
+        given = dict(zip(names, rest, strict=True))
+        pipes = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        request = {
+            "module": args[2],
+            "arguments": args[3:],
+            "cwd": str(given["cwd"] or Path.cwd()),
+            "env": dict(os.environ if given["env"] is None else given["env"]),
+            "new_session": bool(given["start_new_session"]),
+        }
+        descriptors = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)]
+        if Forked.nursery:
+            socket.send_fds(Forked.nursery, [json.dumps(request).encode()], descriptors)
+            self.pid = json.loads(Forked.nursery.recv(ANYTHING))
+            self._pidfd = os.pidfd_open(self.pid)
+        else:
+            self.pid = _fork(request, descriptors)
+        self._child_created = True
+        self._close_pipe_fds(*(given[name] for name in names[names.index("p2cread") :][:6]))  # type: ignore[attr-defined]
+
+    def _internal_poll(self, _deadstate: Any = None) -> int | None:
+        if not Forked.nursery or self.returncode is not None:
+            return super()._internal_poll(_deadstate)  # type: ignore[misc,no-any-return]
+        if select.select([self._pidfd], [], [], 0)[0]:
+            self._learn_returncode()
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if not Forked.nursery:
+            return super()._wait(timeout)  # type: ignore[misc,no-any-return]
+        if self.returncode is None:
+            if not select.select([self._pidfd], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self._learn_returncode()
+        return self.returncode
+
+    def _learn_returncode(self) -> None:
+        assert Forked.nursery is not None
+        Forked.nursery.sendall(json.dumps({"pid": self.pid}).encode())
+        self.returncode = os.waitstatus_to_exitcode(json.loads(Forked.nursery.recv(ANYTHING)))
+        os.close(self._pidfd)
+
+
+def popen(command: list[str], **settings: Any) -> subprocess.Popen[str]:
+    """As `subprocess.Popen` of `python -m andon …`, from the nursery of this process."""
+    if sys.platform != "linux":
+        return subprocess.Popen(command, **settings)
+    if Forked.nursery is None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        module = [sys.executable, "-m", "tests.prefork", str(theirs.fileno())]
+        root = str(Path(__file__).parent.parent)
+        subprocess.Popen(module, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=root)
+        theirs.close()
+        Forked.nursery = ours
+    return Forked(command, **settings)
+
+
+def serve(requests: socket.socket) -> None:
+    """Fork, and tell how what was forked has ended, until nobody asks any more."""
+    import andon
+
+    for module in pkgutil.walk_packages(andon.__path__, "andon."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    gc.freeze()
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(requests, ANYTHING, 3)
+        if not data:
+            return
+        request = json.loads(data)
+        if "pid" in request:
+            reply = os.waitpid(request["pid"], 0)[1]
+        else:
+            reply = _fork(request, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        requests.sendall(json.dumps(reply).encode())
+
+
+def _fork(request: dict[str, Any], descriptors: list[int]) -> int:
+    """Fork a process that runs a module as `python -m` would; gives its id."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _become(request, descriptors)
+        code = _run(request["module"], request["arguments"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Take over what an executed process would have been given, and nothing else."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if request["new_session"]:
+        os.setsid()
+    kept = [os.dup(descriptor) for descriptor in descriptors]
+    for number, descriptor in enumerate(kept):
+        os.dup2(descriptor, number)
+    # Objects of the parent still know these numbers: they must stay taken, and lead nowhere.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        if int(name) > 2 and int(name) != nowhere:
+            with contextlib.suppress(OSError):  # the descriptor of this very listing
+                os.dup2(nowhere, int(name), inheritable=False)
+    os.close(nowhere)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    Forked.nursery = None
+    subprocess.Popen = Forked  # type: ignore[misc,assignment]
+
+
+def _run(module: str, arguments: list[str]) -> int:
+    sys.argv = [module, *arguments]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module was imported before it is run
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    return 0
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
