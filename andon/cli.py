@@ -37,9 +37,7 @@ checkpoint_app = typer.Typer(
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 
-Resume = Annotated[
-    str, typer.Option(help="auto: the newest good checkpoint of the run; none: a new run; or a path.")
-]
+Resume = Annotated[str, typer.Option(help="auto: the newest good checkpoint of the run; none: a new run; or a path.")]
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
 Checkpoints = Annotated[Path, typer.Argument(help="A run, its folder of checkpoints, or one checkpoint.")]
 
@@ -76,9 +74,7 @@ def demo(context: typer.Context) -> None:
     paths, overrides = parse_arguments(context.args)
     if paths:
         raise UserError(
-            f"`andon demo` takes no {paths[0]!r}",
-            "It trains on the built-in stories",
-            f"Try `andon train {paths[0]}`",
+            f"`andon demo` takes no {paths[0]!r}", "It trains on the built-in stories", f"Try `andon train {paths[0]}`"
         )
     sys.exit(train_demo(overrides, _console()))
 
@@ -103,9 +99,7 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
 @app.command(context_settings=ANY)
 def coordinator(
     context: typer.Context,
-    bind: Annotated[
-        str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")
-    ] = "127.0.0.1:0",
+    bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")] = "127.0.0.1:0",
     insecure: Annotated[
         bool, typer.Option(help="Allow an address that other machines reach; workers are not authenticated.")
     ] = False,
@@ -142,8 +136,7 @@ def prepare(context: typer.Context) -> None:
 
 @app.command(context_settings=ANY)
 def plan(
-    context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
 ) -> None:
     """Print memory and traffic of a configuration, and what other settings would change."""
     from andon.commands.plan import main as run
@@ -170,8 +163,7 @@ def generate(
 
 @app.command()
 def evaluate(
-    checkpoint: Checkpoint,
-    windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256,
+    checkpoint: Checkpoint, windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256
 ) -> None:
     """Print loss, bits per byte and, for the built-in stories, the share of valid samples of a checkpoint."""
     from andon.commands.generate import evaluate as run
@@ -188,9 +180,7 @@ def doctor() -> None:
 
 
 @app.command()
-def drill(
-    transport: Annotated[str, typer.Option(help="A transport that connects workers.")] = "shm",
-) -> None:
+def drill(transport: Annotated[str, typer.Option(help="A transport that connects workers.")] = "shm") -> None:
     """Inject every kind of fault into a small run on this machine and check that the run stops.
 
     Faults can also be given to `andon train` as --fault kind:key=value,… (repeatable):
@@ -232,8 +222,7 @@ def bench_train(
     repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median counts.")] = 9,
     transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
     zero: Annotated[
-        bool,
-        typer.Option("--zero", help="Measure ZeRO against plain data parallel and torch's ZeRO instead."),
+        bool, typer.Option("--zero", help="Measure ZeRO against plain data parallel and torch's ZeRO instead.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
 ) -> None:
@@ -290,9 +279,7 @@ def checkpoint_diff(first: Checkpoint, second: Checkpoint) -> None:
 def checkpoint_prune(
     path: Checkpoints,
     keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")] = 3,
-    keep_every: Annotated[
-        int, typer.Option(min=0, help="Also keep the checkpoint of every N-th step; 0: none.")
-    ] = 0,
+    keep_every: Annotated[int, typer.Option(min=0, help="Also keep the checkpoint of every N-th step; 0: none.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
     """Remove old checkpoints, but never the newest good one."""

@@ -8,10 +8,7 @@ import pytest
 
 from tests import runs
 
-ALONE = {
-    *("test_group_contract", "test_ring", "test_star", "test_shm", "test_torch_group"),
-    "test_gradient_server",
-}
+ALONE = {*("test_group_contract", "test_ring", "test_star", "test_shm", "test_torch_group"), "test_gradient_server"}
 """Files whose deadlines other tests would disturb."""
 
 

@@ -43,13 +43,7 @@ _CLOSE = "close"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "andon.transport.torch_dist",
-        "andon.transport.shm.group",
-        "tests.test_group_contract",
-    ]
+    ["torch", "torch._dynamo", "andon.transport.torch_dist", "andon.transport.shm.group", "tests.test_group_contract"]
 )
 
 
@@ -175,14 +169,7 @@ class ThreadWorld:
 
 
 def _serve(
-    pipe: Connection[Any, Any],
-    transport: str,
-    rank: int,
-    size: int,
-    wire: Wire,
-    timeout: float,
-    port: int,
-    server: int,
+    pipe: Connection[Any, Any], transport: str, rank: int, size: int, wire: Wire, timeout: float, port: int, server: int
 ) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, wait_for_workers=False)

@@ -10,13 +10,7 @@ import psutil
 from tests.runs import end_started, start
 
 QUIET = [
-    *(
-        "--eval.every=0",
-        "--eval.sample_every=0",
-        "--checkpoint.every=0",
-        "--device=cpu",
-        "--data.stories=2000",
-    ),
+    *("--eval.every=0", "--eval.sample_every=0", "--checkpoint.every=0", "--device=cpu", "--data.stories=2000"),
     *("--train.steps=100000", "--run.dir=run"),
 ]
 

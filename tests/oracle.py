@@ -92,9 +92,7 @@ def first_weights(seed: int) -> dict[str, Tensor]:
     chance, weights = torch.Generator().manual_seed(seed), {}
     for name, shape in shapes.items():
         width = 0.01 if "o_proj" in name or "down_proj" in name else 0.02
-        drawn = (
-            torch.empty(shape).normal_(0.0, width, generator=chance) if len(shape) > 1 else torch.ones(shape)
-        )
+        drawn = torch.empty(shape).normal_(0.0, width, generator=chance) if len(shape) > 1 else torch.ones(shape)
         weights[name] = drawn.requires_grad_()
     return weights
 
@@ -103,9 +101,7 @@ def loss_of(weights: dict[str, Tensor], windows: Sequence[int], reduction: str) 
     """The cross entropy of some windows, in nats."""
     rows = torch.stack([TOKENS[window * CONTEXT : (window + 1) * CONTEXT + 1] for window in windows])
     predicted = logits(weights, rows[:, :-1])
-    return torch.nn.functional.cross_entropy(
-        predicted.flatten(0, 1), rows[:, 1:].flatten(), reduction=reduction
-    )
+    return torch.nn.functional.cross_entropy(predicted.flatten(0, 1), rows[:, 1:].flatten(), reduction=reduction)
 
 
 def logits(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:

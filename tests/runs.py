@@ -100,9 +100,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], deadl
     """Wait until a run has done a step (or has ended)."""
     until = time.monotonic() + deadline
     while time.monotonic() < until and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and any(
-            event["step"] >= step for event in events_so_far(folder)
-        ):
+        if (folder / "metrics.jsonl").exists() and any(event["step"] >= step for event in events_so_far(folder)):
             return
         time.sleep(0.01)
     assert process.poll() is not None, f"no step {step} within {deadline} s"

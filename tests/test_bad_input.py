@@ -24,12 +24,8 @@ def refused(*arguments: str, cwd: Path) -> str:
     return output
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--optim.lrr", "3"], ["config", "show", "--seed=x"]]
-)
-def test_help_and_configuration_errors_come_at_once_and_without_torch(
-    tmp_path: Path, arguments: list[str]
-) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--optim.lrr", "3"], ["config", "show", "--seed=x"]])
+def test_help_and_configuration_errors_come_at_once_and_without_torch(tmp_path: Path, arguments: list[str]) -> None:
     script = "import sys; from andon.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", script, *arguments]
@@ -102,13 +98,7 @@ def test_a_damaged_checkpoint_and_a_damaged_cache_are_named(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        "nan:rank=0,step=1,parameter=nope",
-        "bitflip:rank=0,step=1,unit=nope",
-        "nan:rank=7,step=1",
-        "nun:rank=0",
-    ],
+    "fault", ["nan:rank=0,step=1,parameter=nope", "bitflip:rank=0,step=1,unit=nope", "nan:rank=7,step=1", "nun:rank=0"]
 )
 def test_a_fault_that_can_never_happen(tmp_path: Path, fault: str) -> None:
     assert f"--fault {fault} is refused" in refused(f"--fault={fault}", cwd=tmp_path)

@@ -57,9 +57,7 @@ def train_all(group: Group, tokens: Path, policies: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("transport", "size"), [("shm", 2), ("shm", 3), ("shm", 4), ("star", 2), ("torch", 2)]
-)
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("shm", 3), ("shm", 4), ("star", 2), ("torch", 2)])
 def test_every_policy_world_and_transport_gives_the_answer(
     tokens: Path, saved: tuple[str, Path], transport: str, size: int
 ) -> None:
@@ -94,9 +92,7 @@ def test_a_rank_holds_two_bytes_a_weight_and_its_share_of_twelve(tokens: Path) -
             assert abs(state - 12 * plan.parameters / 4) <= 12 * padding
     assert plan.memory.weights == 2 * plan.parameters
     assert plan.memory.optimizer == 3 * plan.parameters
-    other = next(
-        change.plan for change in changes(config.on_this_machine()) if "train.weights" in change.keys
-    )
+    other = next(change.plan for change in changes(config.on_this_machine()) if "train.weights" in change.keys)
     assert other.memory.weights + other.memory.optimizer == 6 * plan.parameters
     assert (other.sent, plan.sent) == (6 * plan.parameters, 4.5 * plan.parameters)
 
@@ -120,9 +116,7 @@ def resumed(group: Group, tokens: Path, folder: Path, policies: list[str], sourc
     return [run_to_end(group, tokens, config, source) for config in configs]
 
 
-def test_save_at_three_workers_and_resume_at_two_and_one(
-    tmp_path: Path, tokens: Path, saved: tuple[str, Path]
-) -> None:
+def test_save_at_three_workers_and_resume_at_two_and_one(tmp_path: Path, tokens: Path, saved: tuple[str, Path]) -> None:
     answer, alone = saved
     config = quick_config(tmp_path / "three", train__weights="bf16", zero__policy="even")
     with World("shm", 3) as ranks:

@@ -56,9 +56,7 @@ def answer(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 # Save at N, resume at M
 
 
-def run_each(
-    group: Group, tokens: Path, folder: Path, policies: list[str], sources: list[Path | None]
-) -> list[str]:
+def run_each(group: Group, tokens: Path, folder: Path, policies: list[str], sources: list[Path | None]) -> list[str]:
     """Train to the end under each policy, from each checkpoint; the digests."""
     found = []
     for number, (policy, source) in enumerate(itertools.product(policies, sources)):
@@ -68,9 +66,7 @@ def run_each(
     return found
 
 
-def save_and_resume(
-    folder: Path, tokens: Path, answer: str, places: list[Place], resume_at: list[Place]
-) -> None:
+def save_and_resume(folder: Path, tokens: Path, answer: str, places: list[Place], resume_at: list[Place]) -> None:
     """Train at each place, then go on from the middle of each of these at every other place."""
     saved: list[Path | None] = []
     for transport, size, policy in places:
@@ -95,9 +91,7 @@ def test_save_at_n_workers_and_resume_at_m(tmp_path: Path, tokens: Path, answer:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_save_at_n_workers_and_resume_at_m_in_all_pairs(
-    tmp_path: Path, tokens: Path, answer: str, size: int
-) -> None:
+def test_save_at_n_workers_and_resume_at_m_in_all_pairs(tmp_path: Path, tokens: Path, answer: str, size: int) -> None:
     places = list(itertools.product(TRANSPORTS, (1, 2, 3, 4), POLICIES))
     resume_at = [place for place in places if place[1] == size]
     save_and_resume(tmp_path, tokens, answer, places, resume_at)
@@ -164,9 +158,7 @@ def test_kill_9_at_many_moments_around_saves(tmp_path: Path, tokens: Path, answe
 
 
 @pytest.mark.parametrize("place", ["snapshot", "write", "rename", "renamed", "prune"])
-def test_a_death_in_each_phase_leaves_a_good_checkpoint(
-    tmp_path: Path, tokens: Path, answer: str, place: str
-) -> None:
+def test_a_death_in_each_phase_leaves_a_good_checkpoint(tmp_path: Path, tokens: Path, answer: str, place: str) -> None:
     fault = [f"die:rank=0,step=4,at={place}"]
     with World("local", 1) as world:
         died = quick_config(tmp_path, fault=fault, checkpoint__keep=1)

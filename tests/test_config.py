@@ -64,9 +64,7 @@ def test_an_unknown_key_gets_a_suggestion() -> None:
         ("data.validation", "0.9", "less than 0.5"),
     ],
 )
-def test_a_refused_value_names_the_key_the_value_and_what_is_allowed(
-    key: str, value: str, allowed: str
-) -> None:
+def test_a_refused_value_names_the_key_the_value_and_what_is_allowed(key: str, value: str, allowed: str) -> None:
     error = refusal(**{key: value})
     assert key in error.what and repr(value) in error.what and allowed in error.cause
 
@@ -100,8 +98,7 @@ def test_every_key_has_a_help_text() -> None:
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(),
-        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+        st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
     )
 )
 def test_no_value_breaks_the_reader(value: object) -> None:

@@ -40,9 +40,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("transport", "workers"), [("star", 3), ("ring", 2)])
-def test_workers_started_by_hand_give_the_answer(
-    tmp_path: Path, answer: str, transport: str, workers: int
-) -> None:
+def test_workers_started_by_hand_give_the_answer(tmp_path: Path, answer: str, transport: str, workers: int) -> None:
     options = [f"--workers={workers}", f"--group.transport={transport}"]
     with coordinating(tmp_path, *options) as (coordinator, address):
         started = [start("worker", address, cwd=tmp_path) for _ in range(workers)]
@@ -54,17 +52,12 @@ def test_workers_started_by_hand_give_the_answer(
     assert summary(tmp_path / "run")["transport"] == transport
 
 
-def test_a_worker_with_other_data_is_refused_with_the_reason_and_another_takes_its_place(
-    tmp_path: Path,
-) -> None:
+def test_a_worker_with_other_data_is_refused_with_the_reason_and_another_takes_its_place(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("One two three four five. " * 400)
     other = tmp_path / "other"
     other.mkdir()
     (other / "text.txt").write_text("Six seven eight nine ten. " * 400)
-    with coordinating(tmp_path, "text.txt", "--workers=1", "--group.transport=ring") as (
-        coordinator,
-        address,
-    ):
+    with coordinating(tmp_path, "text.txt", "--workers=1", "--group.transport=ring") as (coordinator, address):
         code, output = andon("worker", address, cwd=other)
         assert code == 1 and "its tokens are not the coordinator's" in output, output
         code, output = andon("worker", address, cwd=tmp_path)

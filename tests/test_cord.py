@@ -26,16 +26,8 @@ PARAMETERS = [
     "lm_head.weight",
     "model.norm.weight",
     "model.embed_tokens.weight",
-    *(
-        f"model.layers.{layer}.{part}.weight"
-        for layer in (0, 1)
-        for part in ("self_attn.k_proj", "mlp.down_proj")
-    ),
-    *(
-        f"model.layers.{layer}.{part}.weight"
-        for layer in (0, 1)
-        for part in ("input_layernorm", "mlp.gate_proj")
-    ),
+    *(f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in ("self_attn.k_proj", "mlp.down_proj")),
+    *(f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in ("input_layernorm", "mlp.gate_proj")),
 ]
 
 
@@ -131,9 +123,7 @@ def test_a_bad_gradient_halts_before_the_update_and_is_named(transport: str, siz
 
 @pytest.mark.parametrize("policy", ["off", "even"])
 @pytest.mark.parametrize(("transport", "size"), [("torch", 2), ("shm", 3)])
-def test_a_flipped_bit_is_found_in_the_same_step(
-    transport: str, size: int, policy: str, tokens: Path
-) -> None:
+def test_a_flipped_bit_is_found_in_the_same_step(transport: str, size: int, policy: str, tokens: Path) -> None:
     flip(transport, size, tokens, count=6, seed=SEED, policy=policy)
 
 
@@ -217,20 +207,12 @@ def test_too_many_dropped_steps_in_a_row_halt_after_all(tokens: Path) -> None:
     faults = tuple(f"inf:rank=0,step={step}" for step in (2, 3, 4))
     with World("torch", 2) as world:
         outcomes = world.outcomes(skipping, tokens, faults)
-    assert all(
-        outcome.error == "JidokaHalt" and "halted at step 4" in outcome.message for outcome in outcomes
-    )
+    assert all(outcome.error == "JidokaHalt" and "halted at step 4" in outcome.message for outcome in outcomes)
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "nun:rank=1,step=2",
-        "nan:rank=1",
-        "nan:rank=x,step=2",
-        "die:rank=1,step=2,at=home",
-        "nan:rank=0,step=1,bit=3",
-    ],
+    ["nun:rank=1,step=2", "nan:rank=1", "nan:rank=x,step=2", "die:rank=1,step=2,at=home", "nan:rank=0,step=1,bit=3"],
 )
 def test_a_fault_that_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="is refused"):

@@ -166,9 +166,7 @@ def test_a_parquet_file_without_text_is_an_error(tmp_path: Path) -> None:
         read(file)
 
 
-def test_without_pyarrow_the_error_says_what_to_install(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyarrow_the_error_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"pip install 'andon\[parquet\]'"):
         read(folder)
@@ -270,11 +268,7 @@ def test_every_tokenizer_has_tokens_of_its_own(tmp_path: Path) -> None:
         Tokenizer.train([text], 270).save(tmp_path / name)
     settings = [("bytes", 300), ("bpe", 260), ("bpe", 262)]
     settings += [(str(tmp_path / name), 300) for name in ("ones", "twos")]
-    made = [
-        prepare(Corpus((str(tmp_path / "a.txt"),), *each), tmp_path / "cache")
-        for each in settings
-        for _ in "12"
-    ]
+    made = [prepare(Corpus((str(tmp_path / "a.txt"),), *each), tmp_path / "cache") for each in settings for _ in "12"]
     assert [one.folder for one in made[::2]] == [again.folder for again in made[1::2]]
     assert len({each.folder for each in made}) == 5
     assert len({each.digest for each in made}) == 5
@@ -444,9 +438,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
-def test_a_full_disk_is_a_user_error_and_harms_nothing(
-    folder: Path, tmp_path: Path, small_disk: Path
-) -> None:
+def test_a_full_disk_is_a_user_error_and_harms_nothing(folder: Path, tmp_path: Path, small_disk: Path) -> None:
     prepare(in_bytes(folder), small_disk)
     (tmp_path / "a.txt").write_text("words " * 100_000)
     with pytest.raises(UserError, match=r"cannot be written\nNo space left on device"):

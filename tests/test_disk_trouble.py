@@ -76,9 +76,7 @@ def test_a_full_disk_is_reported_tried_again_and_training_goes_on(
 
 
 @pytest.mark.parametrize("small_disk", ["1200k"], indirect=True)
-def test_what_failed_is_saved_at_the_second_attempt_as_it_was(
-    tmp_path: Path, tokens: Path, small_disk: Path
-) -> None:
+def test_what_failed_is_saved_at_the_second_attempt_as_it_was(tmp_path: Path, tokens: Path, small_disk: Path) -> None:
     def fill_then_free(said: Event, trainer: Trainer) -> None:
         fill_after_step_2(small_disk, said)
         if said["event"] == "save_failed" and said["again"]:
@@ -132,9 +130,7 @@ def test_a_save_that_has_room_waits_for_no_removal(tokens: Path, tmp_path: Path)
     assert time.monotonic() - started < CANCELLING + 8
 
 
-def test_a_full_disk_stops_the_run_where_that_is_configured(
-    tmp_path: Path, tokens: Path, small_disk: Path
-) -> None:
+def test_a_full_disk_stops_the_run_where_that_is_configured(tmp_path: Path, tokens: Path, small_disk: Path) -> None:
     heard: list[Event] = []
     config = quick_config(small_disk, checkpoint__on_failure="stop", train__steps=40, checkpoint__every=2)
 
@@ -147,9 +143,7 @@ def test_a_full_disk_stops_the_run_where_that_is_configured(
     verify(checkpoint_path(small_disk / "checkpoints", 2))
 
 
-def test_a_full_disk_under_the_whole_command_stops_nothing_but_the_last_save(
-    tmp_path: Path, small_disk: Path
-) -> None:
+def test_a_full_disk_under_the_whole_command_stops_nothing_but_the_last_save(tmp_path: Path, small_disk: Path) -> None:
     options = ["--checkpoint.every=4", "--train.steps=12", "--workers=2", f"--run.dir={small_disk}/run"]
     code, output = andon("train", *SMALL, *options, cwd=tmp_path)
     assert code == 1 and "Checkpoint 12 could not be written" in output and "No space left" in output, output

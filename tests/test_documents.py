@@ -49,9 +49,7 @@ def test_the_tree_names_every_file_and_says_what_it_is_for() -> None:
     # A folder stands for its __init__.py.
     files = {path for path in found if path.name != "__init__.py" or path.parent == package}
     folders = {path.parent for path in files}
-    expected = {f"{path.relative_to(ROOT)}" for path in files} | {
-        f"{path.relative_to(ROOT)}/" for path in folders
-    }
+    expected = {f"{path.relative_to(ROOT)}" for path in files} | {f"{path.relative_to(ROOT)}/" for path in folders}
     assert set(tree()) == expected
     # One rank of a benchmark is described with its benchmark.
     silent = {path for path, words in tree().items() if not words} - {"andon/"}
@@ -112,9 +110,7 @@ def commands() -> list[str]:
     blocks: list[str] = []
     prose: list[str] = []
     for text in TEXT.values():
-        blocks += [
-            line.partition("#")[0].strip() for part in FENCED.findall(text) for line in part.splitlines()
-        ]
+        blocks += [line.partition("#")[0].strip() for part in FENCED.findall(text) for line in part.splitlines()]
         prose += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCED.sub("", text))]
     prose = [line for line in prose if not any(whole.startswith(line) for whole in blocks)]
     return list(dict.fromkeys(line for line in (*blocks, *prose) if COMMAND.fullmatch(line)))
@@ -183,11 +179,7 @@ def executed(
     train("--checkpoint.every=2", cwd=folder, name="runs/demo")
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     with ThreadPoolExecutor(2) as pool:
-        yield {
-            params["line"]: pool.submit(execute, folder, params["line"])
-            for params in chosen
-            if "line" in params
-        }
+        yield {params["line"]: pool.submit(execute, folder, params["line"]) for params in chosen if "line" in params}
 
 
 @pytest.mark.timeout(300)

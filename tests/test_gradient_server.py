@@ -43,9 +43,7 @@ def test_a_server_listens_on_a_free_port_and_knows_nobody() -> None:
 def test_a_worker_joins_and_is_told_its_number() -> None:
     with session(1) as (server, (worker,)):
         assert (worker.worker_id, worker.total_workers) == (0, 1)
-        assert [(w.worker_id, w.node_id, w.gpu_count, w.backend) for w in server.workers] == [
-            (0, "plain-0", 1, "cpu")
-        ]
+        assert [(w.worker_id, w.node_id, w.gpu_count, w.backend) for w in server.workers] == [(0, "plain-0", 1, "cpu")]
 
 
 def test_the_server_gives_up_waiting_at_the_deadline() -> None:
@@ -185,11 +183,7 @@ def test_who_breaks_the_protocol_is_named_and_dropped_and_the_others_go_on(spoil
         (lambda w: w.send_block(1, 5, [1], [1.0]), lambda s: s.collect_and_reduce_block(1, 4), "block 5"),
         (lambda w: w.send_block(1, 4, [2], [1.0]), lambda s: s.collect_and_reduce_block(1, 4), "sizes for 2"),
         (lambda w: w.send_block(2, 4, [1], [1.0]), lambda s: s.collect_and_reduce_block(1, 4), "step 2"),
-        (
-            lambda w: w.send_non_block(1, 2, [1.0]),
-            lambda s: s.collect_and_reduce_non_block(1, 0),
-            "component 2",
-        ),
+        (lambda w: w.send_non_block(1, 2, [1.0]), lambda s: s.collect_and_reduce_non_block(1, 0), "component 2"),
         (lambda w: w.send_non_block(3, 0, [1.0]), lambda s: s.collect_and_reduce_non_block(1, 0), "step 3"),
     ],
 )
@@ -309,9 +303,7 @@ def test_our_worker_joins_a_plain_server_for_a_whole_session() -> None:
         (b"\x07", ServerShutdown, "ended the session"),
     ],
 )
-def test_our_worker_refuses_what_it_did_not_ask_for(
-    payload: bytes, error: type[GroupError], complaint: str
-) -> None:
+def test_our_worker_refuses_what_it_did_not_ask_for(payload: bytes, error: type[GroupError], complaint: str) -> None:
     with (
         PlainServer(lambda plain: plain.send(payload)) as server,
         join(server) as client,
@@ -324,11 +316,7 @@ def test_our_worker_refuses_a_frame_above_the_cap() -> None:
     def conversation(plain: PlainSocket) -> None:
         plain.sock.sendall(struct.pack(">I", 100_000_001))
 
-    with (
-        PlainServer(conversation) as server,
-        join(server) as client,
-        pytest.raises(ProtocolError, match="100,000,001"),
-    ):
+    with PlainServer(conversation) as server, join(server) as client, pytest.raises(ProtocolError, match="100,000,001"):
         client.receive_averaged(6)
 
 

@@ -27,9 +27,7 @@ def saved_steps(cwd: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("nan", "NaN"), ("inf", "Inf")])
-def test_a_bad_gradient_is_named_with_its_rank_slot_samples_and_element(
-    tmp_path: Path, kind: str, name: str
-) -> None:
+def test_a_bad_gradient_is_named_with_its_rank_slot_samples_and_element(tmp_path: Path, kind: str, name: str) -> None:
     fault = f"--fault={kind}:rank=1,step=3,slot=2,parameter=model.norm.weight"
     said = halt(tmp_path, "--workers=2", "--checkpoint.every=0", fault)
     assert (said["step"], said["committed"], said["sound"]) == (3, 2, True)
@@ -37,10 +35,7 @@ def test_a_bad_gradient_is_named_with_its_rank_slot_samples_and_element(
     (found,) = said["findings"]
     assert (found["rank"], found["slot"], found["unit"]) == (1, 2, "model.norm")
     assert found["samples"] == oracle.WINDOWS[2][2]
-    assert (found["parameter"], found["count"], found["first"], found["kind"]) == (
-        *("model.norm.weight", 1, 8),
-        name,
-    )
+    assert (found["parameter"], found["count"], found["first"], found["kind"]) == (*("model.norm.weight", 1, 8), name)
     assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2]
     assert saved_steps(tmp_path) == [2]
 

@@ -15,18 +15,7 @@ import pytest
 from andon.checkpoint.listing import checkpoint_path
 from andon.checkpoint.manifest import verify
 from andon.transport.base import TRANSPORTS
-from tests.runs import (
-    SMALL,
-    ctrl_c,
-    events,
-    events_so_far,
-    finish,
-    start,
-    summary,
-    train,
-    wait_for_step,
-    workers_of,
-)
+from tests.runs import SMALL, ctrl_c, events, events_so_far, finish, start, summary, train, wait_for_step, workers_of
 
 SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
 COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "60")
@@ -41,9 +30,7 @@ def wait_for_new_steps(folder: Path, count: int, process: subprocess.Popen[str],
 
 def start_long_run(cwd: Path, *options: str) -> subprocess.Popen[str]:
     """A run that would never end, once it has done a few steps."""
-    process = start(
-        "train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", *options, cwd=cwd
-    )
+    process = start("train", *SMALL, "--train.steps=100000", "--workers=2", "--run.dir=run", *options, cwd=cwd)
     wait_for_step(cwd / "run", 3, process)
     return process
 

@@ -17,14 +17,7 @@ def nowhere(place: str) -> None:
 
 
 def test_a_checkpoint_is_a_folder_whose_name_tells_its_step(tmp_path: Path) -> None:
-    for name in (
-        "checkpoint-0",
-        "checkpoint-10",
-        "checkpoint-9",
-        "checkpoint-007",
-        "checkpoint-",
-        ".checkpoint-3",
-    ):
+    for name in ("checkpoint-0", "checkpoint-10", "checkpoint-9", "checkpoint-007", "checkpoint-", ".checkpoint-3"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-11").write_text("a file")
     assert steps(tmp_path) == [0, 9, 10]

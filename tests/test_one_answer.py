@@ -39,18 +39,13 @@ def plain_loop(folder: Path, config: Config) -> str:
     torch.set_num_threads(1)
     train, optim = config.train, config.optim
     source = TokenSet.open(folder)
-    batches = Batches(
-        source, config.seed, train.slots, train.micro_batch, train.context, config.data.validation
-    )
+    batches = Batches(source, config.seed, train.slots, train.micro_batch, train.context, config.data.validation)
     model = Llama(config.shape)
     model.initialise(config.seed)
     named = dict(model.named_parameters())
     decayed = [value for value in named.values() if value.dim() > 1]
     others = [value for value in named.values() if value.dim() == 1]
-    groups = [
-        {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
     def slot_gradient(step: int, slot: int) -> dict[str, Tensor]:
@@ -151,9 +146,7 @@ def global_mean(trainer: Trainer, config: Config) -> Tensor:
         x, y = trainer.batch(1, slot)
         y = y.clone()
         y[:, 3 + slot :] = -100
-        losses.append(
-            torch.nn.functional.cross_entropy(model.logits(x).flatten(0, 1), y.flatten(), reduction="sum")
-        )
+        losses.append(torch.nn.functional.cross_entropy(model.logits(x).flatten(0, 1), y.flatten(), reduction="sum"))
         count += int((y != -100).sum())
     (torch.stack(losses).sum() / count).backward()  # type: ignore[no-untyped-call]
     flat = torch.zeros(trainer.model.arena.layout.size)

@@ -140,9 +140,7 @@ def test_the_state_dict_is_read_after_updated_weights_have_arrived() -> None:
 
 def updated_state(group: Group) -> dict[str, list[float]]:
     torch.manual_seed(1)
-    model = andon.DataParallel(
-        nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 1)), group, 2, overlap_gather=True
-    )
+    model = andon.DataParallel(nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 1)), group, 2, overlap_gather=True)
     optimizer = andon.AdamW(model, lr=0.1)
     model.backward(model(torch.ones(1, 40)).sum(), count=1)
     optimizer.step()

@@ -198,9 +198,7 @@ class Lives(RuleBasedStateMachine):
         self.oracle = Oracle(self.world)
 
     @rule(
-        kind=st.sampled_from(
-            ["good"] * 4 + ["bad", "fail", "stale", "request"] + ["wrote"] * 4 + ["complete"]
-        ),
+        kind=st.sampled_from(["good"] * 4 + ["bad", "fail", "stale", "request"] + ["wrote"] * 4 + ["complete"]),
         rank=st.integers(0, 2),
     )
     def word(self, kind: str, rank: int) -> None:

@@ -133,15 +133,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="PSS is a figure of Linux")
-@pytest.mark.parametrize(
-    ("workers", "policy"), [(1, "off"), (2, "off"), (4, "off"), (2, "even"), (4, "even")]
-)
+@pytest.mark.parametrize(("workers", "policy"), [(1, "off"), (2, "off"), (4, "off"), (2, "even"), (4, "even")])
 def test_the_memory_of_30m_is_as_planned(folder: Path, workers: int, policy: str) -> None:
     plan = planned(*SETTING, f"--workers={workers}", f"--zero.policy={policy}")
     found = measured(folder, workers, policy)
-    print(
-        f"30m, {workers} workers, ZeRO {policy}: {found / workers:,.0f} a worker, plan {plan / workers:,.0f}"
-    )
+    print(f"30m, {workers} workers, ZeRO {policy}: {found / workers:,.0f} a worker, plan {plan / workers:,.0f}")
     assert found == pytest.approx(plan, rel=0.1)
 
 

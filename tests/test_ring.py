@@ -245,9 +245,7 @@ def test_a_rank_that_never_connects_is_named() -> None:
     assert error.rank == 1
 
 
-def reduce_until_failure(
-    group: Group, victim: int, sign: signal.Signals, length: int
-) -> tuple[str, int, float]:
+def reduce_until_failure(group: Group, victim: int, sign: signal.Signals, length: int) -> tuple[str, int, float]:
     """All-reduce on and on; the victim gets the signal in the middle of one. Seconds are since then."""
     vector = torch.ones(length)
     began = time.monotonic()

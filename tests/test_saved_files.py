@@ -84,9 +84,7 @@ def test_the_manifest_knows_every_file_its_size_and_its_digest(checkpoint: Path)
 def test_the_digest_of_a_unit_is_over_the_names_and_digests_of_its_parameters(checkpoint: Path) -> None:
     body = read_manifest(checkpoint)
     tensors = body["files"]["model.safetensors"]["tensors"]
-    assert list(body["units"]) == [
-        *("lm_head", "model.norm", "model.layers.1", "model.layers.0", "model.embed_tokens"),
-    ]
+    assert list(body["units"]) == [*("lm_head", "model.norm", "model.layers.1", "model.layers.0", "model.embed_tokens")]
     for unit in ("lm_head", "model.norm", "model.embed_tokens"):
         text = f"{unit}.weight {tensors[f'{unit}.weight'][2]}\n"
         assert body["units"][unit] == blake3(text.encode()).hexdigest()

@@ -59,10 +59,7 @@ def reduce_many(group: Group, times: int) -> None:
         group.all_reduce(vector)
         total = group.world_size * turn + sum(range(group.world_size))
         assert (vector == total).all()
-        assert group.all_gather_bytes(b"%d %d" % (turn, group.rank))[-1] == b"%d %d" % (
-            turn,
-            group.world_size - 1,
-        )
+        assert group.all_gather_bytes(b"%d %d" % (turn, group.rank))[-1] == b"%d %d" % (turn, group.world_size - 1)
 
 
 def reduce_on_the_gpu(group: Group, wire: Wire) -> None:

@@ -69,9 +69,7 @@ def test_a_server_ends_when_its_ranks_have_left_and_leaves_no_thread_behind() ->
 
 @pytest.mark.parametrize("wire", ["f32", "bf16"])
 @pytest.mark.parametrize("shares", [(0, 0, 5, 8), (0, 3, 3, 8), (0, 1, 7, 8), (0, 8, 8, 8)])
-def test_owners_receive_long_sums_in_the_one_order_whoever_has_rows(
-    shares: tuple[int, ...], wire: Wire
-) -> None:
+def test_owners_receive_long_sums_in_the_one_order_whoever_has_rows(shares: tuple[int, ...], wire: Wire) -> None:
     count, order = 600_001, order_of_ranges(8, shares)
     bounds = [0, 20_000, 20_000, count]
     leaves = [torch.randn(count, generator=torch.Generator().manual_seed(leaf)) for leaf in range(8)]
@@ -79,10 +77,7 @@ def test_owners_receive_long_sums_in_the_one_order_whoever_has_rows(
     mine = [[leaf for leaf, (rank, _) in enumerate(order.leaves) if rank == r] or [0] for r in range(3)]
     rows = [torch.stack([leaves[leaf] for leaf in own]) for own in mine]
     with star(3, wire=wire) as (groups, _):
-        assert (
-            everyone(groups, lambda group: group.reduce_scatter(rows[group.rank], bounds, order))
-            == [None] * 3
-        )
+        assert everyone(groups, lambda group: group.reduce_scatter(rows[group.rank], bounds, order)) == [None] * 3
         for group in groups:
             assert group.bytes_sent == len(order.nodes[group.rank]) * count * (4 if wire == "f32" else 2)
     if wire == "bf16":
@@ -90,9 +85,7 @@ def test_owners_receive_long_sums_in_the_one_order_whoever_has_rows(
     order.add_up(leaves)
     want = leaves[0] if wire == "f32" else leaves[0].bfloat16().float()
     for rank in range(3):
-        assert torch.equal(
-            rows[rank][0, bounds[rank] : bounds[rank + 1]], want[bounds[rank] : bounds[rank + 1]]
-        )
+        assert torch.equal(rows[rank][0, bounds[rank] : bounds[rank + 1]], want[bounds[rank] : bounds[rank + 1]])
 
 
 def test_ranks_that_announce_different_operations_are_all_refused() -> None:

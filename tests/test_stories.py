@@ -56,9 +56,7 @@ def test_the_story_of_a_seed_never_changes() -> None:
     assert story(7, 3) == story(7, 3)
     assert story(7, 3) != story(8, 3)
     assert story(1, 23) != story(12, 3)
-    assert story(0, 0).startswith(
-        "Once upon a time, Zoe had a funny goat named Button. One quiet afternoon, "
-    )
+    assert story(0, 0).startswith("Once upon a time, Zoe had a funny goat named Button. One quiet afternoon, ")
     assert story(0, 0).endswith("From that day on, Zoe and Button always helped each other.")
 
 
@@ -91,11 +89,7 @@ def test_a_story_is_one_line_of_60_to_110_words_in_plain_ascii(seed: int, index:
         ("and Grandpa", "and Mom", "the hero is Mia but the story says 'Mom' in sentence 7"),
         ("fixed the red", "fixed the blue", "the colour is red but the story says 'blue' in sentence 7"),
         ("around the car", "around the kite", "the colour is red but the story says 'kite' in sentence 8"),
-        (
-            "Mia was a",
-            "Max was a",
-            "no story opens like this: 'Max was a kind girl who had a small dog named",
-        ),
+        ("Mia was a", "Max was a", "no story opens like this: 'Max was a kind girl who had a small dog named"),
         ("sunny", "snowy", "sentence 2 does not belong here: 'One snowy morning, she took Pip to the park.'"),
         (" That night, Mia and Pip fell asleep with a smile.", "", "the story stops after sentence 8"),
         ("a smile.", "a smile. The end.", "the story goes on after its ending"),
@@ -107,9 +101,7 @@ def test_a_broken_story_is_refused_with_its_reason(old: str, new: str, reason: s
     assert (explain(STORY.replace(old, new)) or "").startswith(reason)
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", ".", " " + STORY, STORY + " ", STORY + "\n", STORY[:-1], STORY.lower()]
-)
+@pytest.mark.parametrize("text", ["", " ", ".", " " + STORY, STORY + " ", STORY + "\n", STORY[:-1], STORY.lower()])
 def test_nothing_near_a_story_is_one(text: str) -> None:
     assert explain(text)
 
@@ -132,14 +124,10 @@ def test_a_story_with_a_sentence_dropped_doubled_or_swapped_is_refused(seed: int
 
 @unhurried
 @given(seeds, indices, st.data())
-def test_one_word_of_the_cast_replaced_in_one_place_is_refused(
-    seed: int, index: int, data: st.DataObject
-) -> None:
+def test_one_word_of_the_cast_replaced_in_one_place_is_refused(seed: int, index: int, data: st.DataObject) -> None:
     text = story(seed, index)
     families = [CAST["hero"], CAST["colour"], *(values for _, values in FOLLOWERS.values())]
-    words = [
-        found for found in re.finditer(r"\w+", text) if any(found.group() in family for family in families)
-    ]
+    words = [found for found in re.finditer(r"\w+", text) if any(found.group() in family for family in families)]
     word = data.draw(st.sampled_from(words))
     assume(word.group() not in CAST["colour"] or text.count(word.group()) > 1)
     others = {other for family in families if word.group() in family for other in family} - {word.group()}

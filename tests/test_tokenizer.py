@@ -19,14 +19,7 @@ from andon.data.tokenizer import Tokenizer, sample
 from andon.errors import UserError
 
 KINDS = ["bytes", "bpe"]
-TEXTS = [
-    "",
-    "Once upon a time",
-    "  a\r\n\n\tb  ",
-    "naïve 日本語 🙂‍↔️\x00\ufffd",
-    "it's <|endoftext|> x",
-    "1234567",
-]
+TEXTS = ["", "Once upon a time", "  a\r\n\n\tb  ", "naïve 日本語 🙂‍↔️\x00\ufffd", "it's <|endoftext|> x", "1234567"]
 
 
 @cache
@@ -54,9 +47,7 @@ def test_ids_of_the_byte_tokenizer_are_the_bytes(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hugging_face_reads_the_saved_folder_alike(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hugging_face_reads_the_saved_folder_alike(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -19,10 +19,7 @@ NORMS = [1.1053487, 1.4883343]
 WEIGHTS = {
     "lm_head.weight": [[-0.002910, 0.019090, 0.032066], [0.015685, 0.038220, 0.041603]],
     "model.norm.weight": [[0.990004, 1.009997, 1.009998], [0.998601, 1.027435, 1.028709]],
-    "model.layers.0.self_attn.o_proj.weight": [
-        [-0.000302, 0.000063, 0.006586],
-        [0.000757, 0.003325, 0.015791],
-    ],
+    "model.layers.0.self_attn.o_proj.weight": [[-0.000302, 0.000063, 0.006586], [0.000757, 0.003325, 0.015791]],
     "model.layers.1.mlp.gate_proj.weight": [[0.018802, -0.001663, 0.018604], [0.034168, 0.014623, 0.030391]],
     # No byte of the text is 0: weight decay alone, a factor of 1 - 0.01 * 0.3, then 1 - 0.02 * 0.3.
     "model.embed_tokens.weight": [[-0.016353, 0.007889, 0.017924], [-0.016255, 0.007842, 0.017817]],
@@ -42,9 +39,7 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def state(folder: Path, step: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(
-        (folder / "checkpoints" / f"checkpoint-{step}" / "state.json").read_text()
-    )
+    found: dict[str, Any] = json.loads((folder / "checkpoints" / f"checkpoint-{step}" / "state.json").read_text())
     return found
 
 
@@ -70,9 +65,7 @@ def expected() -> oracle.Trained:
     return oracle.train()
 
 
-def test_the_weights_after_every_step_are_those_of_plain_pytorch(
-    folder: Path, expected: oracle.Trained
-) -> None:
+def test_the_weights_after_every_step_are_those_of_plain_pytorch(folder: Path, expected: oracle.Trained) -> None:
     assert_trained_as(folder, expected)
 
 

@@ -143,9 +143,7 @@ def test_a_head_says_how_much_of_it_is_missing_and_then_what_follows(message: wi
     assert needed.count == (0 if floats is None else len(floats))
     if needed.tail:
         values = [getattr(message, field.name) for field in fields(message)]  # type: ignore[arg-type]
-        assert messages.decode_tail(needed.message, payload[-needed.tail :]) == tuple(
-            values[len(needed.values) + 1 :]
-        )
+        assert messages.decode_tail(needed.message, payload[-needed.tail :]) == tuple(values[len(needed.values) + 1 :])
 
 
 def test_a_head_whose_floats_do_not_fill_the_frame_is_refused() -> None:

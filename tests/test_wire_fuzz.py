@@ -98,9 +98,7 @@ bad_lengths = st.one_of(st.just(0), st.integers(wire.MAX_FRAME + 1, 2**32 - 1))
 
 def examples(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     checks = list(HealthCheck)
-    return settings(
-        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=checks
-    )
+    return settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=checks)
 
 
 def stays_flat(act: Callable[[bytes], None], payloads: list[bytes], count: int) -> bool:
@@ -175,9 +173,9 @@ def wrong_gradient(worker_id: int) -> st.SearchStrategy[bytes]:
         st.integers(0, 4).map(
             lambda size: wire.frame(messages.GradientPayload(STEP, worker_id, FLOATS[:size], 0.5, 1, 2))[4:]
         ),
-        st.sampled_from(
-            [messages.Shutdown(), messages.ShardAssignment(STEP, 0, 1), messages.JoinAccepted(0, 1)]
-        ).map(lambda message: wire.frame(message)[4:]),
+        st.sampled_from([messages.Shutdown(), messages.ShardAssignment(STEP, 0, 1), messages.JoinAccepted(0, 1)]).map(
+            lambda message: wire.frame(message)[4:]
+        ),
     )
 
 
@@ -190,9 +188,7 @@ def test_a_server_refuses_them_all_and_serves_the_others_on(count: int) -> None:
         good = [join(server.address) for _ in range(2)]
         joining.result(SECONDS)
         assert sorted(receive(sock)[0] for sock in good) == [2, 2]
-        good_frames = [
-            wire.frame(messages.GradientPayload(STEP, number, FLOATS, 0.5, 1, 2))[4:] for number in range(2)
-        ]
+        good_frames = [wire.frame(messages.GradientPayload(STEP, number, FLOATS, 0.5, 1, 2))[4:] for number in range(2)]
 
         def spoil(act: Callable[[socket.socket, int], None]) -> None:
             joining = pool.submit(server.wait_for_workers, 3, SECONDS)
@@ -255,11 +251,7 @@ def test_a_worker_refuses_them_all(count: int) -> None:
                         client.receive_averaged(STEP)
 
         @examples(count // 2)
-        @given(
-            st.one_of(
-                malformed, rubbish.filter(lambda payload: payload != wire.frame(messages.Shutdown())[4:])
-            )
-        )
+        @given(st.one_of(malformed, rubbish.filter(lambda payload: payload != wire.frame(messages.Shutdown())[4:])))
         def check_malformed(payload: bytes) -> None:
             seen.append(payload)
             hear(lambda sock: send(sock, payload))
@@ -315,8 +307,7 @@ class PlainRanks:
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.data, self.heartbeats = (
-            [self._connect(address, rank, channel) for rank in range(RANKS)]
-            for channel in ("data", "heartbeat")
+            [self._connect(address, rank, channel) for rank in range(RANKS)] for channel in ("data", "heartbeat")
         )
 
     def _connect(self, address: tuple[str, int], rank: int, channel: str) -> socket.socket:

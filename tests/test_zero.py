@@ -76,13 +76,9 @@ def train_overlapped(group: Group, tokens: Path, tied: bool) -> tuple[str, str]:
     return digests[0], digests[1]
 
 
-@pytest.mark.parametrize(
-    ("transport", "size"), [*worlds(2, processes_only=True), ("shm", 3), ("star", 3), ("ring", 3)]
-)
+@pytest.mark.parametrize(("transport", "size"), [*worlds(2, processes_only=True), ("shm", 3), ("star", 3), ("ring", 3)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_gather_during_the_next_forward_gives_the_answer(
-    tokens: Path, transport: str, size: int, tied: bool
-) -> None:
+def test_a_gather_during_the_next_forward_gives_the_answer(tokens: Path, transport: str, size: int, tied: bool) -> None:
     with World(transport, size) as world:
         results = world.run(train_overlapped, tokens, tied)
     assert len({each for pair in results for each in pair}) == 1
@@ -212,9 +208,7 @@ def test_whole_unit_policies_put_blocks_where_their_names_say() -> None:
     owners = {
         policy: {
             unit.name: next(rank for rank in range(2) if bounds[rank] < bounds[rank + 1])
-            for unit, bounds in zip(
-                layout.units, Ownership.of(layout, 2, Zero(policy)).bounds or (), strict=True
-            )
+            for unit, bounds in zip(layout.units, Ownership.of(layout, 2, Zero(policy)).bounds or (), strict=True)
         }
         for policy in ("round_robin", "contiguous")
     }

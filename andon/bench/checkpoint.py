@@ -88,9 +88,7 @@ def _result(preset: str, by_rank: list[dict[str, Any]]) -> Result:
 
 def _rounds(by_rank: list[dict[str, list[float]]]) -> list[list[float]]:
     """Round by round the values of the slowest rank."""
-    columns = [
-        [max(turn) for turn in zip(*(each[name] for each in by_rank), strict=True)] for name in by_rank[0]
-    ]
+    columns = [[max(turn) for turn in zip(*(each[name] for each in by_rank), strict=True)] for name in by_rank[0]]
     return [list(values) for values in zip(*columns, strict=True)]
 
 

@@ -117,9 +117,7 @@ class Bench:
         def save() -> None:
             views = self.arena.layout.views
             state = {
-                f"{number}.{name}": view
-                for number, flat in enumerate(self.flats)
-                for name, view in views(flat).items()
+                f"{number}.{name}": view for number, flat in enumerate(self.flats) for name, view in views(flat).items()
             }
             future = async_save(state, checkpoint_id=folder, process_group=dist.group.WORLD)
             assert isinstance(future, Future)

@@ -16,12 +16,7 @@ def run_ranks(module: str, ranks: int, task: dict[str, Any]) -> list[Any]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                module,
-                json.dumps({**task, "rank": rank, "ranks": ranks, "port": store.port}),
-            ],
+            [sys.executable, "-m", module, json.dumps({**task, "rank": rank, "ranks": ranks, "port": store.port})],
             stdout=subprocess.PIPE,
             # As for real workers: after torch.set_num_threads(1) alone a second thread spins on.
             env={**os.environ, "OMP_NUM_THREADS": "1"},

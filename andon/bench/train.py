@@ -109,13 +109,7 @@ def main(
     preset: str, ranks: int, tokens: list[int], repetitions: int, transport: str, zero: bool, as_json: bool
 ) -> None:
     """Measure and print: a table for people, or one JSON row per line for scripts."""
-    task = {
-        "preset": preset,
-        "tokens": tokens,
-        "repetitions": repetitions,
-        "transport": transport,
-        "zero": zero,
-    }
+    task = {"preset": preset, "tokens": tokens, "repetitions": repetitions, "transport": transport, "zero": zero}
     by_rank = run_ranks("andon.bench.train_rank", ranks, task)
     row = ZeroRow.of if zero else TrainRow.of
     rows = [row(count, ranks, *_slowest([each[str(count)] for each in by_rank])) for count in tokens]

@@ -64,9 +64,7 @@ def make_optimizer(model: Llama, group: Group, zero: Zero) -> AdamW:
     return AdamW(DataParallel(model, group, slots=group.world_size), LR, zero=zero)
 
 
-def make_trainer(
-    optimizer: AdamW, batches: RandomBatches, checkpointer: Checkpointer | None = None
-) -> Trainer:
+def make_trainer(optimizer: AdamW, batches: RandomBatches, checkpointer: Checkpointer | None = None) -> Trainer:
     """Andon's step, as `andon train` does it."""
     settings = StepSettings(learning_rate=lambda step: LR, last_step=ENDLESS, clip=1.0)
     progress = checkpointer.progress if checkpointer else Progress()
@@ -115,9 +113,7 @@ def measure(task: dict[str, Any], tokens: int, groups: Sequence[Group], gloo: Gr
     shape = SHAPES[task["preset"]]
     batches = RandomBatches(shape, tokens, seed=task["rank"])
     policies = (Zero("even"), Zero("off")) if task["zero"] else (Zero("even"), Zero("even"))
-    optimizers = [
-        make_optimizer(initialised(shape), group, zero) for group, zero in zip(groups, policies, strict=True)
-    ]
+    optimizers = [make_optimizer(initialised(shape), group, zero) for group, zero in zip(groups, policies, strict=True)]
     trainers = [make_trainer(optimizer, batches) for optimizer in optimizers]
     works: dict[str, Callable[[], Any]] = {}
     if task["zero"]:

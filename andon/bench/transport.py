@@ -38,9 +38,7 @@ class Row:
     cpu_s_per_gb: float
 
 
-def run(
-    transports: list[str], ranks: list[int], sizes: list[int], repetitions: int = 7
-) -> tuple[list[Row], Bounds]:
+def run(transports: list[str], ranks: list[int], sizes: list[int], repetitions: int = 7) -> tuple[list[Row], Bounds]:
     """Measure every transport and gloo, for each number of ranks and size in bytes."""
     bounds = measure_bounds()
     rows = []
@@ -101,9 +99,7 @@ def parse_size(text: str) -> int:
         return int(float(number) * units[unit])
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"{text!r} is not a size",
-            "sizes are written like 64KB, 1MB or 1.5GB",
-            "try --sizes 64KB,1MB,16MB",
+            f"{text!r} is not a size", "sizes are written like 64KB, 1MB or 1.5GB", "try --sizes 64KB,1MB,16MB"
         ) from error
 
 
@@ -111,9 +107,7 @@ def _run_ranks(
     transports: list[str], ranks: int, sizes: list[int], repetitions: int
 ) -> dict[int, dict[str, list[tuple[float, float]]]]:
     """Per size and transport: seconds of the slowest rank and processor seconds of all, per repetition."""
-    servers = {
-        name: _serve_star(ranks) for name in transports if TRANSPORTS[name.partition(":")[0]].needs_server
-    }
+    servers = {name: _serve_star(ranks) for name in transports if TRANSPORTS[name.partition(":")[0]].needs_server}
     task = {"transports": transports, "sizes": sizes, "repetitions": repetitions, "servers": servers}
     by_rank = run_ranks("andon.bench.transport_rank", ranks, task)
     return {

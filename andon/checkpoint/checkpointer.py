@@ -57,12 +57,7 @@ class Checkpointer:
     """Saves and loads a run together with the other ranks."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        progress: Progress,
-        facts: RunFacts,
-        settings: SaveSettings,
-        tell: Tell,
+        self, optimizer: Optimizer, progress: Progress, facts: RunFacts, settings: SaveSettings, tell: Tell
     ) -> None:
         self.optimizer, self.progress, self.facts, self.settings = optimizer, progress, facts, settings
         self.tell, self.model = tell, optimizer.model

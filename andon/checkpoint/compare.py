@@ -40,9 +40,7 @@ def compare(folders: Pair, known: tuple[Manifest, Manifest]) -> Iterator[tuple[s
             if not all((kind, name) in size for size in sizes):
                 yield f"{kind}.{name}", "only in one of them"
             else:
-                a, b = (
-                    read(kind, name, 0, size[kind, name]) for read, size in zip(readers, sizes, strict=True)
-                )
+                a, b = (read(kind, name, 0, size[kind, name]) for read, size in zip(readers, sizes, strict=True))
                 yield f"{kind}.{name}", _difference(a, b)
 
 

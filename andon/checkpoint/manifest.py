@@ -126,9 +126,7 @@ def _file(name: str, fields: Mapping[str, Any]) -> Record:
     return Record(size, str(fields["blake3"]), places)
 
 
-def find_damage(
-    folder: Path, progress: Progress = lambda count: None, sizes_only: bool = False
-) -> Iterator[Damage]:
+def find_damage(folder: Path, progress: Progress = lambda count: None, sizes_only: bool = False) -> Iterator[Damage]:
     """Everything that is wrong with a checkpoint, as it is found; nothing: it is good.
 
     `sizes_only`: look at the manifest and the files' sizes, and read none of them."""

@@ -32,11 +32,7 @@ class Moments:
     def sizes(self) -> dict[tuple[str, str], int]:
         """The number of elements of each (kind, parameter)."""
         parameters = self.model.arena.parameters
-        return {
-            (kind, name): parameters[name].numel()
-            for kind in self.optimizer.rule.state
-            for name in parameters
-        }
+        return {(kind, name): parameters[name].numel() for kind in self.optimizer.rule.state for name in parameters}
 
     def to_save(self) -> dict[str, Tensor]:
         """The pieces that this rank saves, where they are; with `gathers` every rank must call it

@@ -90,10 +90,7 @@ def check_resumable(folder: Path, state: Mapping[str, Any], facts: Mapping[str, 
             for key, old in before["model"].items()
             if key != "preset" and old is not None
         },
-        **{
-            f"train.{key}": (before["train"][key], now["train"][key])
-            for key in ("slots", "micro_batch", "context")
-        },
+        **{f"train.{key}": (before["train"][key], now["train"][key]) for key in ("slots", "micro_batch", "context")},
         "train.weights": (before["train"].get("weights", "f32"), now["train"]["weights"]),
     }
     changed = [f"{key} {old} → {new}" for key, (old, new) in pairs.items() if old != new]

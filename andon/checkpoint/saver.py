@@ -206,9 +206,7 @@ class Saver:
             save.reason,
             "Free some space or choose another --run.dir; the earlier checkpoints are intact",
         )
-        self.tell(
-            "save_failed", step=save.step, reason=save.reason, folder=str(self.store.folder), again=again
-        )
+        self.tell("save_failed", step=save.step, reason=save.reason, folder=str(self.store.folder), again=again)
         if again:
             self.failure = None
             self._try(save.step)

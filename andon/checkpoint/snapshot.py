@@ -56,9 +56,7 @@ class Snapshot:
 
 def unit_digests(layout: Layout, digests: Mapping[str, str]) -> tuple[str, ...]:
     """The digest of each unit: BLAKE3 over its parameters' names and digests."""
-    texts = (
-        "".join(f"{piece.name} {digests[piece.name]}\n" for piece in unit.slices) for unit in layout.units
-    )
+    texts = ("".join(f"{piece.name} {digests[piece.name]}\n" for piece in unit.slices) for unit in layout.units)
     return tuple(blake3(text.encode()).hexdigest() for text in texts)
 
 

@@ -144,9 +144,7 @@ def open_moments(folder: Path, known: Manifest, sizes: Mapping[Moment, int]) -> 
     _check_cover(folder, pieces, sizes)
     with reading(folder), contextlib.ExitStack() as stack:
         names = {file for found in pieces.values() for _, _, file, _ in found}
-        files = {
-            name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)
-        }
+        files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)}
 
         @lru_cache(1)  # a piece may be asked for in several ranges, one after the other
         def whole(file: str, tensor: str) -> Tensor:
@@ -177,9 +175,7 @@ def _check_cover(
             wrong = f"The optimizer state of {moment[1]} does not have its {sizes[moment]:,} elements"
     if wrong:
         raise UserError(
-            f"{folder} does not fit this model",
-            wrong,
-            "Use the configuration it was saved with, or another --run.dir",
+            f"{folder} does not fit this model", wrong, "Use the configuration it was saved with, or another --run.dir"
         )
 
 

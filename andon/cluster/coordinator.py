@@ -32,9 +32,7 @@ class Refused(GroupError):
 class Coordinator:
     """Serves the workers of one run; `on_event` receives their events."""
 
-    def __init__(
-        self, job: Message, world_size: int, on_event: Emit, bind: tuple[str, int] = ("127.0.0.1", 0)
-    ) -> None:
+    def __init__(self, job: Message, world_size: int, on_event: Emit, bind: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.job, self.world_size, self.on_event = job, world_size, on_event
         self.failures: list[UserError] = []
         self.codes: dict[int, int] = {}
@@ -69,9 +67,7 @@ class Coordinator:
                 self._changed.wait(POLL)
         if self._lost and not self.failures:
             what = f"Rank {self._lost[0]} was lost"
-            self.failures.append(
-                UserError(what, "Its connection ended", "Start all of them again: they resume")
-            )
+            self.failures.append(UserError(what, "Its connection ended", "Start all of them again: they resume"))
         return max(self.codes.values())
 
     @property
@@ -121,18 +117,14 @@ class Coordinator:
         if hello["kind"] != "hello":
             raise ProtocolError(f"a connection opened with {hello['kind']!r}, not with 'hello'")
         if hello.get("version") != VERSION:
-            self._refuse(
-                control, hello, f"the coordinator runs Andon {VERSION}, it runs {hello.get('version')}"
-            )
+            self._refuse(control, hello, f"the coordinator runs Andon {VERSION}, it runs {hello.get('version')}")
         control.send("job", **self.job)
         control.link.socket.settimeout(PREPARE_SECONDS)
         ready = control.receive()
         if ready["kind"] == "failed":
             self._refuse(control, hello, ready["what"])
         if ready.get("data") != self.job["data"]:
-            self._refuse(
-                control, hello, "its tokens are not the coordinator's: the corpus or the tokenizer differ"
-            )
+            self._refuse(control, hello, "its tokens are not the coordinator's: the corpus or the tokenizer differ")
         with self._lock:
             rank = self._free_rank(control, hello, sees_folder=ready.get("folder") == self.job["folder_mark"])
             control.link.peer = rank
@@ -153,9 +145,7 @@ class Coordinator:
             free = [rank for rank in free if rank]
         if not free:
             folder = self.job["config"]["run"]["dir"]
-            self._refuse(
-                control, hello, f"rank 0 is left, which writes checkpoints, and it cannot see {folder}"
-            )
+            self._refuse(control, hello, f"rank 0 is left, which writes checkpoints, and it cannot see {folder}")
         return hello["rank"] if hello.get("rank") in free else free[-1 if not sees_folder else 0]
 
     def _refuse(self, control: ControlLink, hello: Message, reason: str) -> NoReturn:

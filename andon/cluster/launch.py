@@ -66,9 +66,7 @@ def run_folder(config: Config, resume: str, console: Console) -> Iterator[tuple[
     except OSError as error:
         where = f" at {error.filename}" if error.filename else ""
         raise UserError(
-            f"The run's folder {config.run.dir} cannot be used",
-            f"{error.strerror}{where}",
-            "Choose another --run.dir",
+            f"The run's folder {config.run.dir} cannot be used", f"{error.strerror}{where}", "Choose another --run.dir"
         ) from error
     finally:
         folder.release()
@@ -92,11 +90,7 @@ def recording(config: Config, folder: RunFolder, console: Console) -> Iterator[t
 
 
 def _coordinate(
-    config: Config,
-    folder: RunFolder,
-    checkpoint: Path | None,
-    console: Console,
-    bind: tuple[str, int] | None = None,
+    config: Config, folder: RunFolder, checkpoint: Path | None, console: Console, bind: tuple[str, int] | None = None
 ) -> int:
     """Coordinate a run: start its workers here, or with `bind` wait for those that are started elsewhere."""
     tokens = prepare_tokens(config, console)

@@ -28,8 +28,7 @@ class Workers:
         self.first_failure = "A worker"
         self.processes = [self._start(config, address, rank, log) for rank in range(config.workers)]
         self._threads = [
-            threading.Thread(target=self._wait_for_exit, args=[rank], daemon=True)
-            for rank in range(config.workers)
+            threading.Thread(target=self._wait_for_exit, args=[rank], daemon=True) for rank in range(config.workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -41,12 +40,7 @@ class Workers:
         with open(str(log).format(rank=rank), "ab") as output:
             # In its own session: Ctrl-C reaches only the launcher, which asks the workers to save first.
             return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
             )
 
     def _wait_for_exit(self, rank: int) -> None:
@@ -66,9 +60,7 @@ class Workers:
                 return worst or max(coordinator.codes.values(), default=EXIT_USER_ERROR)
             ended += 1
             if code and not worst:
-                self.first_failure = f"Rank {rank}" + (
-                    f", killed by {_signal_name(-code)}," if code < 0 else ""
-                )
+                self.first_failure = f"Rank {rank}" + (f", killed by {_signal_name(-code)}," if code < 0 else "")
             if code and (worst == 0 or code == EXIT_HALTED):
                 worst = code if code > 0 else EXIT_USER_ERROR
         return worst

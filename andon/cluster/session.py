@@ -19,12 +19,7 @@ from andon.transport.base import Group, Rendezvous, Settings, open_group
 
 
 def train(
-    config: Config,
-    tokens: TokenSet,
-    group: Group,
-    resume: Path | None,
-    emit: Emit,
-    stop_wanted: Callable[[], bool],
+    config: Config, tokens: TokenSet, group: Group, resume: Path | None, emit: Emit, stop_wanted: Callable[[], bool]
 ) -> None:
     """Train as one rank of a run, from a checkpoint if one is given, to its end."""
     device = choose_device(config.device, group.rank, emit)
@@ -68,9 +63,7 @@ def choose_device(wanted: str, rank: int, emit: Emit) -> torch.device:
         torch.cuda.set_device(device)
         return device
     if wanted == "cuda":
-        raise UserError(
-            "device = 'cuda', but torch sees no CUDA device", _why_no_cuda(), "Use --device auto or cpu"
-        )
+        raise UserError("device = 'cuda', but torch sees no CUDA device", _why_no_cuda(), "Use --device auto or cpu")
     if wanted == "auto" and rank == 0:
         emit(event("note", text=f"Training on the CPU: {_why_no_cuda()}"))
     return torch.device("cpu")

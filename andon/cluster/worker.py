@@ -96,9 +96,7 @@ def join_run(host: str, port: int, console: Console) -> int:
     from andon.run.prepare import prepare_tokens
 
     def tokens_of(config: Config, job: Message) -> TokenSet:
-        console.print(
-            f"Joined {host}:{port}: {config.model.preset}, {config.train.steps:,} steps", style="dim"
-        )
+        console.print(f"Joined {host}:{port}: {config.model.preset}, {config.train.steps:,} steps", style="dim")
         data = config.data.model_copy(update={"cache": DataConfig().cache})  # each machine has its own
         return prepare_tokens(config.model_copy(update={"data": data}), console)
 
@@ -178,9 +176,7 @@ def _log(text: str) -> None:
 def _receive(control: ControlLink, expected: str) -> Message:
     message = control.receive()
     if message["kind"] == "refused":
-        raise UserError(
-            "The coordinator refused this worker", message["reason"], "Correct that and start it again"
-        )
+        raise UserError("The coordinator refused this worker", message["reason"], "Correct that and start it again")
     assert message["kind"] == expected, message
     return message
 

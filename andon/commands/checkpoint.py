@@ -99,9 +99,7 @@ def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Consol
     folder = find(path)[0].parent
     with _held(folder.parent):
         found = {step_of(checkpoint): checkpoint for checkpoint in find(path)}
-        good = next(
-            (step for step in sorted(found, reverse=True) if not _damages(found[step], console)), None
-        )
+        good = next((step for step in sorted(found, reverse=True) if not _damages(found[step], console)), None)
         if good is None:
             raise UserError(
                 f"No checkpoint in {folder} is good",

@@ -30,14 +30,10 @@ def show_windows(run: Path, windows: list[int], console: Console) -> None:
         raise other_data(run)
     tokenizer, last = tokens.tokenizer(), (tokens.token_count - 1) // context - 1
     if not windows or not all(0 <= window <= last for window in windows):
-        raise UserError(
-            f"There are no windows {windows}", f"They are numbered 0 to {last}", "Give --windows 0,1,2"
-        )
+        raise UserError(f"There are no windows {windows}", f"They are numbered 0 to {last}", "Give --windows 0,1,2")
     for window in windows:
         text = tokenizer.decode(tokens.read(window * context, context + 1).tolist())
-        console.print(
-            f"window {window:,} · tokens {window * context:,} to {(window + 1) * context:,}", style="bold"
-        )
+        console.print(f"window {window:,} · tokens {window * context:,} to {(window + 1) * context:,}", style="bold")
         console.print(text, markup=False)
 
 

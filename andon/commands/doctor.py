@@ -16,16 +16,7 @@ from rich.table import Table
 from andon.run.display import human_bytes
 from andon.version import VERSION
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "blake3",
-    "tokenizers",
-    "pydantic",
-    "transformers",
-    "pyarrow",
-)
+PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic", "transformers", "pyarrow")
 
 
 def examine(console: Console) -> None:
@@ -49,10 +40,7 @@ def findings() -> list[tuple[str, str]]:
         ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
         ("memory", f"{human_bytes(memory.available)} free of {human_bytes(memory.total)}"),
         ("disk", f"{human_bytes(shutil.disk_usage(Path.cwd()).free)} free here"),
-        (
-            "shared memory",
-            f"{human_bytes(shutil.disk_usage(shared).free)} free" if shared.is_dir() else "none",
-        ),
+        ("shared memory", f"{human_bytes(shutil.disk_usage(shared).free)} free" if shared.is_dir() else "none"),
         ("loopback", _loopback()),
         ("devices", _devices()),
     ]
@@ -77,8 +65,6 @@ def _devices() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        return "CPU only: " + (
-            "torch is built without CUDA" if torch.version.cuda is None else "no CUDA is visible"
-        )
+        return "CPU only: " + ("torch is built without CUDA" if torch.version.cuda is None else "no CUDA is visible")
     names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return ", ".join(f"{each.name}, {human_bytes(each.total_memory)}" for each in names)

@@ -54,9 +54,7 @@ PARAMETER = "model.layers.1.mlp.up_proj.weight"
 DRILLS = (
     Drill(f"nan:rank=1,step=3,parameter={PARAMETER}", "halt at 3, rank and parameter", _halted(3, PARAMETER)),
     Drill("inf:rank=2,step=2", "halt at 2, every parameter", _halted(2, "lm_head.weight", "Inf")),
-    Drill(
-        "bitflip:rank=2,step=4,unit=lm_head", "halt at 4, unit and rank", _halted(4, "lm_head", "on rank 2")
-    ),
+    Drill("bitflip:rank=2,step=4,unit=lm_head", "halt at 4, unit and rank", _halted(4, "lm_head", "on rank 2")),
     Drill(
         "bitflip:rank=0,step=5,unit=model.layers.0,buffer=second",
         "halt at 5, optimizer state",

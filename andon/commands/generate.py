@@ -31,9 +31,7 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
     context = model.shape.context
     if len(start) >= context:
         raise UserError(
-            f"The prompt has {len(start):,} tokens",
-            f"The model's context is {context:,}",
-            "Give a shorter prompt",
+            f"The prompt has {len(start):,} tokens", f"The model's context is {context:,}", "Give a shorter prompt"
         )
     rows = sample(model, [start] * count, tokenizer.end, length or context - len(start), temperature, seed)
     for row in rows:

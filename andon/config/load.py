@@ -25,17 +25,13 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Confi
 
 def build(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """A configuration from nested values and dotted overrides."""
-    nested: dict[str, Any] = {
-        key: dict(value) if isinstance(value, dict) else value for key, value in values.items()
-    }
+    nested: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for key, value in overrides.items():
         check_key(key)
         section, _, name = key.rpartition(".")
         target = nested.setdefault(section, {}) if section else nested
         if not isinstance(target, dict):
-            raise UserError(
-                f"{section} = {target!r} is not a section", f"{key} was given too", "Remove one of them"
-            )
+            raise UserError(f"{section} = {target!r} is not a section", f"{key} was given too", "Remove one of them")
         target[name] = value
     try:
         return Config.model_validate(with_preset(nested))
@@ -71,20 +67,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be read", str(error.strerror), "Check the path of the configuration"
-        ) from None
+        raise UserError(f"{path} cannot be read", str(error.strerror), "Check the path of the configuration") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         cause = " ".join(str(error).split())
-        raise UserError(
-            f"{path} is not valid YAML", cause, "`andon config show` prints a valid file"
-        ) from None
+        raise UserError(f"{path} is not valid YAML", cause, "`andon config show` prints a valid file") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise UserError(
-            f"{path} is not a configuration", "The top level must be keys", "Try `andon config show`"
-        )
+        raise UserError(f"{path} is not a configuration", "The top level must be keys", "Try `andon config show`")
     return values
 
 
@@ -101,9 +91,7 @@ def _explain(error: ValidationError) -> UserError:
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
     if not key or first["type"] == "value_error":
-        return UserError(
-            f"{message}{more}", f"The configuration is not valid{' at ' + key if key else ''}", _REMEDY
-        )
+        return UserError(f"{message}{more}", f"The configuration is not valid{' at ' + key if key else ''}", _REMEDY)
     return UserError(f"{key} = {first['input']!r} is not valid{more}", message, _help_for(key))
 
 

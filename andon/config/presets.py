@@ -28,9 +28,7 @@ def with_preset(nested: dict[str, Any]) -> dict[str, Any]:
     preset = model.get("preset", "tiny") if isinstance(model, dict) else "tiny"
     if not isinstance(preset, str) or preset not in SHAPES:
         allowed = ", ".join(get_args(Preset))
-        raise UserError(
-            f"model.preset = {preset!r} is not a preset", f"Presets: {allowed}", "Choose one of these"
-        )
+        raise UserError(f"model.preset = {preset!r} is not a preset", f"Presets: {allowed}", "Choose one of these")
     shape = SHAPES[preset]
     defaults = {
         "model": {name: getattr(shape, name) for name in ModelConfig.model_fields if name != "preset"},

@@ -70,9 +70,7 @@ class DataConfig(Section):
     """`bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json."""
     validation: float = Field(0.02, ge=0, lt=0.5)
     """Fraction of the windows held out for validation."""
-    cache: Path = Field(
-        default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "andon"
-    )
+    cache: Path = Field(default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "andon")
     """Folder of tokenized corpora."""
 
     @validator(mode="before")

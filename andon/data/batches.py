@@ -33,13 +33,7 @@ class Batches:
     def __init__(
         self, source: Tokens, seed: int, slots: int, micro_batch: int, context: int, validation: float
     ) -> None:
-        self.source, self.seed, self.slots, self.micro_batch, self.context = (
-            source,
-            seed,
-            slots,
-            micro_batch,
-            context,
-        )
+        self.source, self.seed, self.slots, self.micro_batch, self.context = (source, seed, slots, micro_batch, context)
         windows = max(0, (source.token_count - 1) // context)
         self.every = max(2, round(1 / validation)) if validation and windows > 1 else 0
         self.held_out = windows // self.every if self.every else 0
@@ -54,10 +48,7 @@ class Batches:
     def windows(self, step: int, slot: int) -> list[int]:
         """The window numbers of a slot; steps count from 1."""
         first = (step - 1) * self.slots * self.micro_batch
-        return [
-            self._window(first + sample)
-            for sample in interleave(self.slots * self.micro_batch, slot, self.slots)
-        ]
+        return [self._window(first + sample) for sample in interleave(self.slots * self.micro_batch, slot, self.slots)]
 
     def __call__(self, step: int, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Inputs and targets of a slot, each micro_batch x context."""
@@ -65,14 +56,9 @@ class Batches:
 
     def validation(self, count: int) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
         """The first held-out windows (training windows if none are held out), in micro-batches."""
-        numbers = [self.every * (index + 1) - 1 for index in range(self.held_out)] or list(
-            range(self.training)
-        )
+        numbers = [self.every * (index + 1) - 1 for index in range(self.held_out)] or list(range(self.training))
         numbers = numbers[:count]
-        return [
-            self._stack(numbers[at : at + self.micro_batch])
-            for at in range(0, len(numbers), self.micro_batch)
-        ]
+        return [self._stack(numbers[at : at + self.micro_batch]) for at in range(0, len(numbers), self.micro_batch)]
 
     def _window(self, sample: int) -> int:
         epoch, position = divmod(sample, self.training)

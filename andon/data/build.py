@@ -24,16 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from andon.data.sources import (
-    Counts,
-    Document,
-    Progress,
-    digests,
-    documents,
-    find_files,
-    quiet,
-    stamp,
-)
+from andon.data.sources import Counts, Document, Progress, digests, documents, find_files, quiet, stamp
 from andon.data.stories import stories
 from andon.data.token_set import FORMAT, TokenSet
 from andon.data.tokenizer import Tokenizer, sample
@@ -61,9 +52,7 @@ class Corpus:
     stories_seed: int = 0
 
 
-def prepare(
-    corpus: Corpus, cache: Path, progress: Progress = quiet, shard_tokens: int = SHARD_TOKENS
-) -> TokenSet:
+def prepare(corpus: Corpus, cache: Path, progress: Progress = quiet, shard_tokens: int = SHARD_TOKENS) -> TokenSet:
     """The token set of a corpus, from the cache or built now.
 
     `progress` hears (phase, done, total) in bytes of the files, or in stories for the built-in corpus.
@@ -128,9 +117,7 @@ class _Builder:
             writer.write(np.array(list(chain.from_iterable(rows)), dtype))
         if not self.counts.bytes:
             raise UserError(
-                f"There is no text in {self._description()}",
-                "every document is empty",
-                "Give a file with text",
+                f"There is no text in {self._description()}", "every document is empty", "Give a file with text"
             )
         tokenizer.save(self.folder)
         meta = {
@@ -152,9 +139,7 @@ class _Builder:
         if self.corpus.tokenizer == "bytes":
             return Tokenizer.bytes()
         counts = Counts()
-        texts = (
-            (piece.text, counts.read / self.total) for piece in self._read(counts, "training the tokenizer")
-        )
+        texts = ((piece.text, counts.read / self.total) for piece in self._read(counts, "training the tokenizer"))
         return Tokenizer.train(sample(texts), self.corpus.vocab_size)
 
     def _batches(self) -> Iterator[list[Document]]:

@@ -67,9 +67,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
                 "Rename it, or convert it to one of these",
             )
         if not os.access(file, os.R_OK):
-            raise UserError(
-                f"{file} cannot be read", "this user has no permission to read it", f"chmod +r {file}"
-            )
+            raise UserError(f"{file} cannot be read", "this user has no permission to read it", f"chmod +r {file}")
     unique: dict[Path, Path] = {}
     for file in found:
         # The given name is kept, not the resolved one: a link may have the suffix that its target lacks.
@@ -142,9 +140,7 @@ def _parquet(file: Path, counts: Counts) -> Iterator[Document]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UserError(
-            f"{file} cannot be read", "pyarrow is not installed", "pip install 'andon[parquet]'"
-        ) from error
+        raise UserError(f"{file} cannot be read", "pyarrow is not installed", "pip install 'andon[parquet]'") from error
     size, before, row = file.stat().st_size, counts.read, 0
     try:
         with pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:

@@ -22,14 +22,8 @@ FOLLOWERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "him": ("hero", ("her",) * 6 + ("him",) * 6),
     "his": ("hero", ("her",) * 6 + ("his",) * 6),
     "child": ("hero", ("girl",) * 6 + ("boy",) * 6),
-    "pal": (
-        "hero",
-        ("Dot", "Bo", "Coco", "Pip", "Fizz", "Button", "Gus", "Nibs", "Waffle", "Moe", "Tuffy", "Pepper"),
-    ),
-    "pet": (
-        "hero",
-        ("cat", "pony", "rabbit", "dog", "duck", "goat", "cat", "rabbit", "dog", "pony", "duck", "goat"),
-    ),
+    "pal": ("hero", ("Dot", "Bo", "Coco", "Pip", "Fizz", "Button", "Gus", "Nibs", "Waffle", "Moe", "Tuffy", "Pepper")),
+    "pet": ("hero", ("cat", "pony", "rabbit", "dog", "duck", "goat", "cat", "rabbit", "dog", "pony", "duck", "goat")),
     "elder": ("hero", ("Mom", "Dad", "Grandma", "Grandpa") * 3),
     "toy": ("colour", ("boat", "train", "ball", "car", "kite", "drum")),
     "cover": ("colour", ("coat", "tent", "blanket", "scarf", "blanket", "coat")),

@@ -31,8 +31,7 @@ class TokenSet:
         self.digest: str = meta["digest"]
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in meta["shards"])])
         self._shards = [
-            np.memmap(folder / shard["name"], dtype=np.dtype(meta["dtype"]), mode="r")
-            for shard in meta["shards"]
+            np.memmap(folder / shard["name"], dtype=np.dtype(meta["dtype"]), mode="r") for shard in meta["shards"]
         ]
 
     @classmethod
@@ -41,9 +40,7 @@ class TokenSet:
         try:
             meta = json.loads((folder / "meta.json").read_text())
             if meta["format"] != FORMAT:
-                raise _damaged(
-                    folder, "meta.json", f"its format is {meta['format']}, this Andon's is {FORMAT}"
-                )
+                raise _damaged(folder, "meta.json", f"its format is {meta['format']}, this Andon's is {FORMAT}")
             for shard in meta["shards"]:
                 size = (folder / shard["name"]).stat().st_size
                 expected = shard["tokens"] * np.dtype(meta["dtype"]).itemsize
@@ -83,6 +80,4 @@ class TokenSet:
 
 
 def _damaged(folder: Path, name: str, cause: str) -> UserError:
-    return UserError(
-        f"{folder / name} is damaged", cause, f"rm -r {folder}, then start again: it will be built again"
-    )
+    return UserError(f"{folder / name} is damaged", cause, f"rm -r {folder}, then start again: it will be built again")

@@ -91,9 +91,7 @@ class Accumulator:
 
     def _due_slot(self) -> int | None:
         if self._failed:
-            raise RuntimeError(
-                "an earlier backward failed in the middle: the gradients of this step are lost"
-            )
+            raise RuntimeError("an earlier backward failed in the middle: the gradients of this step are lost")
         return self.next_slot
 
     def inspect(self, loss: Tensor, slot: int, look: Inspect) -> None:

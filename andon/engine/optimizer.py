@@ -42,9 +42,7 @@ class Totals:
     def complaint(self) -> str:
         """Why a step is not sound, in one line."""
         if self.bad_units:
-            return "; ".join(
-                f"rank {rank} computed a bad gradient of {unit}" for rank, unit in self.bad_units
-            )
+            return "; ".join(f"rank {rank} computed a bad gradient of {unit}" for rank, unit in self.bad_units)
         if not math.isfinite(self.loss):
             return f"the loss is {self.loss}"
         return f"every contribution is finite, but the norm of their sum is {self.norm}"
@@ -120,10 +118,7 @@ class Optimizer:
         for index, passenger in enumerate(self.passengers):
             passenger.receive([statuses[index] for *_, statuses in everyone])
         return Totals(
-            loss=sum(loss for _, loss, _ in records) / max(1, tokens),
-            tokens=tokens,
-            norm=norm,
-            bad_units=bad_units,
+            loss=sum(loss for _, loss, _ in records) / max(1, tokens), tokens=tokens, norm=norm, bad_units=bad_units
         )
 
     def _compare(self, step: int, fingerprints: bytes) -> None:
@@ -135,10 +130,7 @@ class Optimizer:
             owned = sum(stop - start for start, stop in self.owned_parts)
             state = self.rule.state.values()
             compare_replicas(
-                self.model.membership.group,
-                step,
-                [flat[:owned] for flat in state],
-                [flat[owned:] for flat in state],
+                self.model.membership.group, step, [flat[:owned] for flat in state], [flat[owned:] for flat in state]
             )
 
     def _update(self, totals: Totals, clip: float) -> None:

@@ -139,9 +139,7 @@ def _folds(lo: int, hi: int, slots: int) -> list[Fold]:
             stack.append(leaf)
         row = len(stack) - 1
         merges = []
-        while len(stack) > 1 and parent.get(stack[-1]) == (stack[-2][0], stack[-1][1]) == parent.get(
-            stack[-2]
-        ):
+        while len(stack) > 1 and parent.get(stack[-1]) == (stack[-2][0], stack[-1][1]) == parent.get(stack[-2]):
             merges.append((len(stack) - 2, len(stack) - 1))
             stack[-2:] = [(stack[-2][0], stack[-1][1])]
         folds.append(Fold(slot, row, accumulate, tuple(merges)))

@@ -117,9 +117,7 @@ class Trainer:
             self.progress.skipped += 1
             self.progress.skips_in_a_row += 1
             return False
-        raise JidokaHalt(
-            step, totals.complaint, share_findings(self.model.group, self.findings(step, totals))
-        )
+        raise JidokaHalt(step, totals.complaint, share_findings(self.model.group, self.findings(step, totals)))
 
     def findings(self, step: int, totals: Totals) -> list[Finding]:
         """Compute this rank's slots again, one by one, and look at every gradient."""

@@ -39,15 +39,10 @@ class HasGroup(Protocol):
 class Fingerprints:
     """Compares buffers that have the arena's layout and are equal on every rank."""
 
-    def __init__(
-        self, arena: Arena, buffers: Callable[[], Mapping[str, Tensor]], membership: HasGroup
-    ) -> None:
+    def __init__(self, arena: Arena, buffers: Callable[[], Mapping[str, Tensor]], membership: HasGroup) -> None:
         self.arena, self.buffers, self.membership = arena, buffers, membership
         units = arena.layout.units
-        self.labels = [
-            "facts of the step",
-            *(f"{name} of {unit.name}" for name in buffers() for unit in units),
-        ]
+        self.labels = ["facts of the step", *(f"{name} of {unit.name}" for name in buffers() for unit in units)]
 
     def take(self, facts: str) -> bytes:
         """This rank's fingerprints, and that of the facts of the step."""
@@ -76,9 +71,7 @@ class Fingerprints:
 
 def compare_replicas(group: Group, step: int, own: Sequence[Tensor], replica: Sequence[Tensor]) -> None:
     """Halt if a rank's optimizer state is not the replica that the next rank keeps of it."""
-    mine, kept = (
-        blake3(b"".join(cell_sums(each).tobytes() for each in held)).digest(WIDTH) for held in (own, replica)
-    )
+    mine, kept = (blake3(b"".join(cell_sums(each).tobytes() for each in held)).digest(WIDTH) for held in (own, replica))
     everyone = group.all_gather_bytes(mine + kept)
     for rank, prints in enumerate(everyone):
         keeper = (rank + 1) % group.world_size

@@ -51,9 +51,7 @@ def is_finite(values: Tensor) -> bool:
     return not values.numel() or bool(values.abs().amax() < SAFE_MAX)
 
 
-def blame_after_reduce(
-    group: Group, ownership: Ownership, rows: Tensor, total: Tensor
-) -> list[tuple[int, str]]:
+def blame_after_reduce(group: Group, ownership: Ownership, rows: Tensor, total: Tensor) -> list[tuple[int, str]]:
     """(rank, unit) of every contribution that was not finite, from rows that the reduce left alone.
 
     Only an owner's part of its own first row was overwritten, with the sum. If that sum is bad and no other

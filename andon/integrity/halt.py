@@ -43,9 +43,7 @@ class Finding:
     def __str__(self) -> str:
         where = f"rank {self.rank} on {self.host}"
         if self.slot is None:
-            return (
-                f"{where}: {self.flaw.kind} in {self.unit}, not seen when computed again (a passing fault?)"
-            )
+            return f"{where}: {self.flaw.kind} in {self.unit}, not seen when computed again (a passing fault?)"
         amount = f"{self.flaw.count:,} elements, first at {self.flaw.first:,}"
         return f"{where}, slot {self.slot}: {self.flaw.kind} in {self.flaw.name} ({amount})"
 
@@ -59,18 +57,14 @@ class Finding:
     def from_fields(cls, fields: Mapping[str, Any]) -> Finding:
         """Back from JSON."""
         flaw = Flaw(fields["parameter"], fields["count"], fields["first"], fields["kind"])
-        return cls(
-            fields["rank"], fields["host"], fields["slot"], tuple(fields["samples"]), fields["unit"], flaw
-        )
+        return cls(fields["rank"], fields["host"], fields["slot"], tuple(fields["samples"]), fields["unit"], flaw)
 
 
 class JidokaHalt(Exception):
     """The line stopped: at which step, why, and what was found. Weights are those of the step before."""
 
     def __init__(self, step: int, cause: str, findings: Sequence[Finding] = (), sound: bool = True) -> None:
-        super().__init__(
-            f"halted at step {step}: {cause}" + "".join(f"\n  {finding}" for finding in findings)
-        )
+        super().__init__(f"halted at step {step}: {cause}" + "".join(f"\n  {finding}" for finding in findings))
         self.step, self.cause, self.findings = step, cause, tuple(findings)
         self.sound = sound
         """Whether this rank's weights can be trusted (they cannot after a fingerprint mismatch)."""

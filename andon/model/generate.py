@@ -12,12 +12,7 @@ from andon.model.llama import Cache, Llama
 
 @torch.no_grad()
 def sample(
-    model: Llama,
-    prompts: Sequence[Sequence[int]],
-    end: int,
-    length: int,
-    temperature: float = 1.0,
-    seed: int = 0,
+    model: Llama, prompts: Sequence[Sequence[int]], end: int, length: int, temperature: float = 1.0, seed: int = 0
 ) -> list[list[int]]:
     """Continue several prompts of one length at once, up to `length` tokens each or the end token."""
     rows = torch.tensor(prompts, dtype=torch.long, device=model.cos.device)
@@ -39,10 +34,7 @@ def _draw(model: Llama, rows: Tensor, length: int, temperature: float, seed: int
     for _ in range(length):
         if cache.length + unseen.shape[1] > model.shape.context:
             # The context is full: continue from its later half.
-            cache, unseen = (
-                Cache(model.shape, len(rows), model.cos),
-                rows[:, -(model.shape.context // 2) :],
-            )
+            cache, unseen = (Cache(model.shape, len(rows), model.cos), rows[:, -(model.shape.context // 2) :])
         logits = model.logits(unseen, cache)[:, -1].float().cpu()
         if temperature == 0:
             drawn = logits.argmax(-1, keepdim=True)

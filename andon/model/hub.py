@@ -57,9 +57,7 @@ def from_hub(config: dict[str, Any], source: Path) -> Shape:
     if rope.get("rope_type", "default") != "default":
         unsupported.append(f"rope_type = {rope['rope_type']!r}")
     if unsupported:
-        raise UserError(
-            f"{source} is not a plain Llama", ", ".join(unsupported), "Use a Llama model without these"
-        )
+        raise UserError(f"{source} is not a plain Llama", ", ".join(unsupported), "Use a Llama model without these")
     try:
         return Shape(
             vocab=config["vocab_size"],
@@ -107,9 +105,7 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
                     continue
                 tensor = file.get_tensor(name)
                 if tensor.shape != wanted[name].shape:
-                    raise _another_shape(
-                        part, f"{name} is {list(tensor.shape)}, not {list(wanted[name].shape)}"
-                    )
+                    raise _another_shape(part, f"{name} is {list(tensor.shape)}, not {list(wanted[name].shape)}")
                 wanted[name].data.copy_(tensor)
                 found.add(name)
     if missing := sorted(wanted.keys() - found):
@@ -118,7 +114,5 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
 
 def _another_shape(place: Path, detail: str) -> UserError:
     return UserError(
-        f"{place} does not fit this model",
-        detail,
-        "Use the configuration it was saved with, or another --run.dir",
+        f"{place} does not fit this model", detail, "Use the configuration it was saved with, or another --run.dir"
     )

@@ -172,9 +172,7 @@ class Llama(nn.Module):
 
 def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary positions, T x D."""
-    frequency = shape.rope_theta ** -(
-        torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    )
+    frequency = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
     angle = torch.outer(torch.arange(shape.context, dtype=torch.float32), frequency).repeat(1, 2)
     return angle.cos(), angle.sin()
 

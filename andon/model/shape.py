@@ -40,13 +40,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape(vocab=1_024, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384, context=128),
     "30m": Shape(vocab=8_192, hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1_408, context=512),
-    "124m": Shape(
-        vocab=32_768, hidden=768, layers=12, heads=12, kv_heads=3, intermediate=2_048, context=1_024
-    ),
-    "350m": Shape(
-        vocab=32_768, hidden=1_024, layers=24, heads=16, kv_heads=4, intermediate=4_096, context=1_024
-    ),
-    "1b": Shape(
-        vocab=32_768, hidden=2_048, layers=22, heads=32, kv_heads=4, intermediate=5_632, context=2_048
-    ),
+    "124m": Shape(vocab=32_768, hidden=768, layers=12, heads=12, kv_heads=3, intermediate=2_048, context=1_024),
+    "350m": Shape(vocab=32_768, hidden=1_024, layers=24, heads=16, kv_heads=4, intermediate=4_096, context=1_024),
+    "1b": Shape(vocab=32_768, hidden=2_048, layers=22, heads=32, kv_heads=4, intermediate=5_632, context=2_048),
 }

@@ -61,10 +61,7 @@ class AdamWRule(UpdateRule):
         offset = 0
         for start, stop in self.parts:
             for unit in self.arena.layout.units:
-                for lo, hi, kind in (
-                    (unit.start, unit.vectors, matrices),
-                    (unit.vectors, unit.stop, vectors),
-                ):
+                for lo, hi, kind in ((unit.start, unit.vectors, matrices), (unit.vectors, unit.stop, vectors)):
                     lo, hi = max(lo, start), min(hi, stop)
                     if lo < hi:
                         kind.append(_Run(lo, hi, offset + lo - start))
@@ -79,9 +76,7 @@ class AdamWRule(UpdateRule):
         self._update(self._vectors, gradients, divisor, lr, 0.0)
         self.updates += 1
 
-    def _update(
-        self, runs: list[_Run], gradients: Tensor, divisor: Tensor, lr: float, weight_decay: float
-    ) -> None:
+    def _update(self, runs: list[_Run], gradients: Tensor, divisor: Tensor, lr: float, weight_decay: float) -> None:
         if not runs:
             return
         weights = [run.of_arena(self.arena.weights) for run in runs]

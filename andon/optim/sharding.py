@@ -70,8 +70,7 @@ class Ownership:
         units = self.layout.units
         bounds = self.bounds or [shares(unit.stop - unit.start, self.world_size, CELL) for unit in units]
         return [
-            (unit.start + each[rank], unit.start + each[rank + 1])
-            for unit, each in zip(units, bounds, strict=True)
+            (unit.start + each[rank], unit.start + each[rank + 1]) for unit, each in zip(units, bounds, strict=True)
         ]
 
 

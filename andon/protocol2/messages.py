@@ -9,16 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from andon.transport.base import ProtocolError
-from andon.transport.tcp.frames import (
-    NUMBERS,
-    Buffer,
-    Floats,
-    Message,
-    PayloadReader,
-    Protocol,
-    Short,
-    message,
-)
+from andon.transport.tcp.frames import NUMBERS, Buffer, Floats, Message, PayloadReader, Protocol, Short, message
 
 VERSION_2: Final[Protocol] = {}
 
@@ -163,9 +154,7 @@ def decode_head(start: Buffer, length: int) -> Head | int:
     tail = sum(NUMBERS[kind].size for kind in cls.layout[len(before) + 1 :])
     floats = length - reader.position - tail
     if 4 * count != floats:
-        raise ProtocolError(
-            f"{cls.__name__} announces {count:,} floats, but its frame has {floats:,} bytes for them"
-        )
+        raise ProtocolError(f"{cls.__name__} announces {count:,} floats, but its frame has {floats:,} bytes for them")
     return Head(cls, values, count, tail)
 
 

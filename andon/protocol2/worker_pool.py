@@ -73,9 +73,7 @@ class WorkerPool:
             accept(worker, head)
             heads[worker] = head
 
-        self.run(
-            [MessageReader(worker.sock, worker.worker_id, read(worker)) for worker in self.workers], operation
-        )
+        self.run([MessageReader(worker.sock, worker.worker_id, read(worker)) for worker in self.workers], operation)
         return heads
 
     def send(self, message: Callable[[Worker], Message], operation: str) -> None:

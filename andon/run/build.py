@@ -29,18 +29,14 @@ from andon.run.folder import read_mark
 from andon.transport.base import TRANSPORTS, Group
 
 
-def build_trainer(
-    config: Config, tokens: TokenSet, group: Group, device: torch.device, emit: Emit
-) -> Trainer:
+def build_trainer(config: Config, tokens: TokenSet, group: Group, device: torch.device, emit: Emit) -> Trainer:
     """The trainer of one rank; only rank 0 emits events."""
     check_vocabulary(config, tokens)
     optimizer = build_optimizer(config, build_model(config, device), group)
     optimizer.facts = f"{config.determinism_key} {tokens.digest}"
     progress = Progress()
     checkpointer = build_checkpointer(config, tokens, optimizer, progress, emit)
-    trainer = Trainer(
-        optimizer, build_batches(config, tokens), step_settings(config, device), progress, checkpointer
-    )
+    trainer = Trainer(optimizer, build_batches(config, tokens), step_settings(config, device), progress, checkpointer)
     if config.fault:
         inject(config, optimizer)
     return trainer
@@ -128,9 +124,7 @@ def inject(config: Config, optimizer: Optimizer) -> None:
     """Arm the configuration's faults on purpose."""
     model = optimizer.model
     membership, phases = model.membership, model.phases
-    faults = Faults(
-        config.fault, membership.order, membership.rank, model.arena.layout, optimizer.compared_state
-    )
+    faults = Faults(config.fault, membership.order, membership.rank, model.arena.layout, optimizer.compared_state)
     phases.on_enter = faults.strike
     model.gradients.on_gradient = lambda *gradient: faults.poison(phases.step, *gradient)
 

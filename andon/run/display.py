@@ -54,9 +54,7 @@ def show_plan(console: Console, config: Config) -> None:
     table.add_column()
     width = f"{shape.layers} blocks of width {shape.hidden}"
     table.add_row("model", f"{config.model.preset} · {human_count(plan.parameters)} parameters · {width}")
-    table.add_row(
-        "data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}"
-    )
+    table.add_row("data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}")
     batch = f"{train.slots} slots × {train.micro_batch} windows × {train.context} tokens"
     table.add_row("step", f"{plan.tokens_per_step:,} tokens = {batch}")
     table.add_row("run", f"{train.steps:,} steps · {human_count(plan.tokens)} tokens · seed {config.seed}")
@@ -129,18 +127,14 @@ class Display:
     def _on_save_failed(self, event: Event) -> None:
         what = "trying once more" if event["again"] else "skipped; the earlier checkpoints are intact"
         where = f"Checkpoint {event['step']} could not be written to {event['folder']}"
-        self.console.print(
-            f"{where}: {event['reason']} ({what})", style="bold red", markup=False, soft_wrap=True
-        )
+        self.console.print(f"{where}: {event['reason']} ({what})", style="bold red", markup=False, soft_wrap=True)
 
     def _on_start(self, event: Event) -> None:
         self.started, self.first_step = time.monotonic(), event["step"]
         self.floor = f" (floor {event['floor']:.3f})" if event["floor"] else ""
         if event["step"]:
             self.console.print(f"Resuming from step {event['step']:,}", style="dim")
-        self._task = self._progress.add_task(
-            "", total=self.config.train.steps, completed=event["step"], eta=""
-        )
+        self._task = self._progress.add_task("", total=self.config.train.steps, completed=event["step"], eta="")
         if self.console.is_terminal:
             self._live = Live(self._render(), console=self.console, refresh_per_second=8)
             self._live.start()
@@ -159,9 +153,7 @@ class Display:
         elif time.monotonic() - self._last_line > PLAIN_EVERY or event["step"] == self.config.train.steps:
             self._last_line = time.monotonic()
             facts = "  ".join(f"{name} {value}" for name, value in self.facts.items())
-            self.console.print(
-                f"step {event['step']}/{self.config.train.steps}  {facts}  {eta}", soft_wrap=True
-            )
+            self.console.print(f"step {event['step']}/{self.config.train.steps}  {facts}  {eta}", soft_wrap=True)
 
     def _on_sample(self, event: Event) -> None:
         self.sample = event["text"]
@@ -181,9 +173,7 @@ class Display:
 
     def _on_stopped(self, event: Event) -> None:
         self.close()
-        self.console.print(
-            f"Stopped and saved at step {event['step']:,}. The same command resumes from there."
-        )
+        self.console.print(f"Stopped and saved at step {event['step']:,}. The same command resumes from there.")
 
     def _on_halt(self, event: Event) -> None:
         self.close()
@@ -223,9 +213,7 @@ def show_halt(console: Console, config: Config, event: Event) -> None:
     lines += ["", state, ""]
     if samples:
         windows = ",".join(map(str, samples[:16]))
-        lines.append(
-            f"look at the samples   andon data show {escape(str(config.run.dir))} --windows {windows}"
-        )
+        lines.append(f"look at the samples   andon data show {escape(str(config.run.dir))} --windows {windows}")
     lines.append("try again             the same command resumes from the last checkpoint")
     if event["sound"]:
         lines.append("skip such steps       the same command with --on_nonfinite skip")

@@ -86,11 +86,7 @@ class Run:
         )
 
     def _between_steps(self) -> None:
-        every, seconds, step = (
-            self.config.eval.every,
-            self.config.eval.sample_every,
-            self.trainer.progress.step,
-        )
+        every, seconds, step = (self.config.eval.every, self.config.eval.sample_every, self.trainer.progress.step)
         if every and step % every == 0:
             self.evaluate()
         if self.is_rank_0 and seconds and time.monotonic() - self._sampled > seconds:

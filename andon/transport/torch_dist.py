@@ -194,9 +194,7 @@ class TorchGroup(Group):
                 threading.Thread(target=wait, args=(peer, works), daemon=True).start()
         self._collect(answers, set(begun), operation, started)
 
-    def _collect(
-        self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float
-    ) -> None:
+    def _collect(self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float) -> None:
         """Wait for every peer; raise the first failure, or a timeout that names a silent peer."""
         failure: Exception | None = None
         until = started + self.timeout

@@ -106,9 +106,7 @@ def try_out(mutant: Mutant, copy: Path) -> Result:
     return Result(mutant, "", problem, seconds)
 
 
-def run_tests(
-    copy: Path, tests: Sequence[str], deadline: float, *options: str
-) -> subprocess.CompletedProcess[str]:
+def run_tests(copy: Path, tests: Sequence[str], deadline: float, *options: str) -> subprocess.CompletedProcess[str]:
     """Run tests on a copy; whatever they have started ends with them."""
     command = [sys.executable, *PYTEST, "-m", "not soak", *options, *(f"tests/{test}" for test in tests)]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -44,8 +44,7 @@ MUTANTS = [
         "rename-before-manifest",
         "A checkpoint gets its name before its manifest.",
         "checkpoint/store.py",
-        '        temporary.rename(final)\n        at("renamed")\n        sync(self.folder)\n'
-        "        return final\n",
+        '        temporary.rename(final)\n        at("renamed")\n        sync(self.folder)\n        return final\n',
         '        at("renamed")\n        sync(self.folder)\n        saved = temporary / manifest.NAME\n'
         "        data = saved.read_bytes()\n        saved.unlink()\n        temporary.rename(final)\n"
         "        (final / manifest.NAME).write_bytes(data)\n        return final\n",

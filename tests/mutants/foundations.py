@@ -512,9 +512,7 @@ MUTANTS = [
         "cluster/coordinator.py",
         'if ready.get("data") != self.job["data"]:',
         'if not ready.get("data"):',
-        (
-            "test_coordinator.py::test_a_worker_with_other_data_is_refused_with_the_reason_and_another_takes_its_place",
-        ),
+        ("test_coordinator.py::test_a_worker_with_other_data_is_refused_with_the_reason_and_another_takes_its_place",),
     ),
     Mutant(
         "other-version-accepted",

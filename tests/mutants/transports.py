@@ -19,10 +19,7 @@ MUTANTS = [
         "transport/local.py",
         "        order.add_up(rows_of(nodes, order, 0))\n",
         "        rows_of(nodes, order, 0)\n",
-        (
-            "test_arena.py",
-            "test_one_answer.py::test_every_transport_and_number_of_workers_gives_the_answer[local-1]",
-        ),
+        ("test_arena.py", "test_one_answer.py::test_every_transport_and_number_of_workers_gives_the_answer[local-1]"),
     ),
     Mutant(
         "shm-sum-misses-a-rank",
@@ -210,9 +207,7 @@ MUTANTS = [
         "protocol2/server.py",
         "if not np.isfinite(leaf).all():",
         "if leaf is None:",
-        (
-            "test_gradient_server.py::test_a_gradient_that_is_not_finite_halts_and_names_worker_step_and_place",
-        ),
+        ("test_gradient_server.py::test_a_gradient_that_is_not_finite_halts_and_names_worker_step_and_place",),
     ),
     Mutant(
         "server-accepts-nan-loss",
@@ -220,9 +215,7 @@ MUTANTS = [
         "protocol2/server.py",
         "if not math.isfinite(loss):",
         "if loss is None:",
-        (
-            "test_gradient_server.py::test_a_gradient_that_is_not_finite_halts_and_names_worker_step_and_place",
-        ),
+        ("test_gradient_server.py::test_a_gradient_that_is_not_finite_halts_and_names_worker_step_and_place",),
     ),
     Mutant(
         "server-accepts-other-steps",
@@ -281,9 +274,6 @@ MUTANTS = [
         "protocol2/worker_pool.py",
         "if head > LONGEST_HEAD:",
         "if head < 0:",
-        (
-            "test_wire_fuzz.py::test_a_server_refuses_them_all_and_serves_the_others_on",
-            "test_gradient_server.py",
-        ),
+        ("test_wire_fuzz.py::test_a_server_refuses_them_all_and_serves_the_others_on", "test_gradient_server.py"),
     ),
 ]

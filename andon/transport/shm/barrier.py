@@ -67,9 +67,7 @@ def lines_size(world_size: int) -> int:
 class Barrier:
     """The barrier of one rank; `address` is where `memory` starts, the lines lie at its beginning."""
 
-    def __init__(
-        self, memory: mmap.mmap, address: int, rank: int, processes: Sequence[int], timeout: float
-    ) -> None:
+    def __init__(self, memory: mmap.mmap, address: int, rank: int, processes: Sequence[int], timeout: float) -> None:
         self.rank, self.timeout, self.turn = rank, timeout, 0
         self.failure: GroupError | None = None
         self._closed = False

@@ -42,19 +42,11 @@ from andon.transport.base import (
     rows_of,
 )
 from andon.transport.shm.barrier import SYS_FUTEX, Barrier
-from andon.transport.shm.segment import (
-    MAILBOX_BYTES,
-    STAGE_BYTES,
-    Segment,
-    SegmentLayout,
-    new_memory,
-)
+from andon.transport.shm.segment import MAILBOX_BYTES, STAGE_BYTES, Segment, SegmentLayout, new_memory
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER_BYTES = range(4)
 OPERATIONS: Final = ("all-reduce", "reduce-scatter", "all-gather", "gather of bytes")
-HEADER: Final = struct.Struct(
-    "<IIqqqq24x"
-)  # operation, agreement, location (segment, offset, stride), length
+HEADER: Final = struct.Struct("<IIqqqq24x")  # operation, agreement, location (segment, offset, stride), length
 CHUNK_BYTES: Final = 512 << 10  # over all rows: what stays in a core's cache while it is summed
 CALLS_KEPT: Final = 4096
 
@@ -89,9 +81,7 @@ class ShmGroup(Group):
 
     transport = "shm"
 
-    def __init__(
-        self, rank: int, processes: Sequence[int], first: Segment, timeout: float, wire: Wire
-    ) -> None:
+    def __init__(self, rank: int, processes: Sequence[int], first: Segment, timeout: float, wire: Wire) -> None:
         self.rank, self.world_size, self.wire = rank, len(processes), wire
         self._barrier = Barrier(first.memory, first.address, rank, processes, timeout)
         self._processes, self._segments = processes, [first]
@@ -151,9 +141,7 @@ class ShmGroup(Group):
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         self._reduce(REDUCE_SCATTER, nodes, tuple(bounds), order or one_node_each(self.world_size))
 
-    def _reduce(
-        self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order
-    ) -> None:
+    def _reduce(self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order) -> None:
         call = self._call(operation, nodes, bounds, order)
         if call.location is STAGED:
             self._fill(rows_of(nodes, order, self.rank), 0, 0, _piece_elements(nodes, order))
@@ -172,17 +160,13 @@ class ShmGroup(Group):
         else:
             self._reduce_pieces(call, nodes, bounds, order)
 
-    def _reduce_pieces(
-        self, call: Call, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order
-    ) -> None:
+    def _reduce_pieces(self, call: Call, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order) -> None:
         rows, first = rows_of(nodes, order, self.rank), first_row(nodes)
         size, piece = first.numel(), _piece_elements(nodes, order)
         mine = bounds[self.rank : self.rank + 2] if bounds else (0, size)
         for half, start in zip(cycle((0, 1)), range(0, size, piece)):
             end = min(size, start + piece)
-            locations = self._staged_locations(
-                call, half, [start] * self.world_size, piece, nodes.element_size()
-            )
+            locations = self._staged_locations(call, half, [start] * self.world_size, piece, nodes.element_size())
             lo, hi = (start + bound for bound in shares(end - start, self.world_size)[self.rank :][:2])
             chunks = self._chunks(locations, order, nodes.dtype, (lo, hi), range(self.world_size))
             self._sum(chunks, order)
@@ -204,8 +188,7 @@ class ShmGroup(Group):
         self.bytes_sent += flat.element_size() * sum(hi - lo for _, lo, hi in others)
         if self._publish(call) and call.direct:
             call.chunks = [
-                (flat[lo:hi], self._view(call.locations[rank], 0, lo, hi, flat.dtype))
-                for rank, lo, hi in others
+                (flat[lo:hi], self._view(call.locations[rank], 0, lo, hi, flat.dtype)) for rank, lo, hi in others
             ]
         if call.direct:
             for to, source in call.chunks:
@@ -246,9 +229,7 @@ class ShmGroup(Group):
         self._calls.clear()
         self._segments.clear()
 
-    def _call(
-        self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order | None
-    ) -> Call:
+    def _call(self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order | None) -> Call:
         self._barrier.check()
         # The key has the id of the order; the call keeps the order alive, so that its id is not reused.
         key = (operation, nodes.data_ptr(), nodes.shape, nodes.stride(), nodes.dtype, id(order), bounds)
@@ -294,12 +275,7 @@ class ShmGroup(Group):
         return True
 
     def _chunks(
-        self,
-        locations: list[Location],
-        order: Order,
-        dtype: torch.dtype,
-        share: tuple[int, int],
-        to: Iterable[int],
+        self, locations: list[Location], order: Order, dtype: torch.dtype, share: tuple[int, int], to: Iterable[int]
     ) -> Iterator[Chunk]:
         """The leaves of each chunk of a share, then the first rows that the sum goes to."""
         lo, hi = share
@@ -341,14 +317,10 @@ class ShmGroup(Group):
                 return Location(number, offset, nodes.stride(0) if nodes.dim() > 1 else 0)
         return STAGED
 
-    def _staged_locations(
-        self, call: Call, half: int, starts: list[int], stride: int, itemsize: int
-    ) -> list[Location]:
+    def _staged_locations(self, call: Call, half: int, starts: list[int], stride: int, itemsize: int) -> list[Location]:
         """Everyone's locations of a piece that starts at the given elements."""
         return [
-            Location(0, self._layout.stage(half, rank) - start * itemsize, stride)
-            if location is STAGED
-            else location
+            Location(0, self._layout.stage(half, rank) - start * itemsize, stride) if location is STAGED else location
             for rank, (location, start) in enumerate(zip(call.locations, starts, strict=True))
         ]
 

@@ -82,9 +82,7 @@ class Scratch:
         memory = torch.empty((BUFFERS + 2) * 4 * PIECE_ELEMENTS, dtype=torch.uint8)
         self.array = memory.numpy()
         self.bytes = self.array.data
-        self.pieces: list[torch.Tensor] = list(
-            memory.view(torch.bfloat16).view(BUFFERS + 2, 2 * PIECE_ELEMENTS)
-        )
+        self.pieces: list[torch.Tensor] = list(memory.view(torch.bfloat16).view(BUFFERS + 2, 2 * PIECE_ELEMENTS))
         self.piece_bytes: list[memoryview] = [one.view(torch.uint8).numpy().data for one in self.pieces]
 
 

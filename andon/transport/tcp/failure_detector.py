@@ -38,18 +38,14 @@ GRACE: Final = 0.5
 class FailureDetector:
     """The detector of one rank: `links` has the heartbeat link of each peer, `data` its data connections."""
 
-    def __init__(
-        self, links: Mapping[int, socket.socket], data: Sequence[socket.socket], timeout: float
-    ) -> None:
+    def __init__(self, links: Mapping[int, socket.socket], data: Sequence[socket.socket], timeout: float) -> None:
         self.timeout = timeout
         self._links, self._data = dict(links), list(data)
         self._operations = 0
         self._closed = False
         self._begun = dict.fromkeys(links, 0)
         self._heard = dict.fromkeys(links, time.monotonic())
-        self._readers = {
-            peer: MessageReader(link, peer, self._handle_messages(peer)) for peer, link in links.items()
-        }
+        self._readers = {peer: MessageReader(link, peer, self._handle_messages(peer)) for peer, link in links.items()}
         self._left: set[int] = set()
         self._verdict: Broken | None = None
         self._changed = threading.Condition()

@@ -37,12 +37,7 @@ class RingGroup(Group):
     transport = "ring"
 
     def __init__(
-        self,
-        rank: int,
-        left: socket.socket,
-        right: socket.socket,
-        detector: FailureDetector,
-        encoding: type[Encoding],
+        self, rank: int, left: socket.socket, right: socket.socket, detector: FailureDetector, encoding: type[Encoding]
     ) -> None:
         self.rank, self.world_size = rank, len(detector.peers) + 1
         self._left, self._right, self._detector = left, right, detector
@@ -113,14 +108,7 @@ class RingGroup(Group):
         return self._encoding(total, self._scratch)
 
     def _circulate(
-        self,
-        operation: str,
-        values: Encoding,
-        bounds: Sequence[int],
-        order: Order | None,
-        *,
-        adds: bool,
-        gathers: bool,
+        self, operation: str, values: Encoding, bounds: Sequence[int], order: Order | None, *, adds: bool, gathers: bool
     ) -> None:
         """Pass chunks round the ring: first those that are added up, then the sums."""
         rank, size = self.rank, self.world_size

@@ -37,12 +37,7 @@ class StarGroup(Group):
     transport = "star"
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        data: socket.socket,
-        detector: FailureDetector,
-        encoding: type[Encoding],
+        self, rank: int, world_size: int, data: socket.socket, detector: FailureDetector, encoding: type[Encoding]
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._data, self._detector = data, detector
@@ -59,9 +54,7 @@ class StarGroup(Group):
             undo.callback(data.close)
             link = connect(settings.server, SERVER, Hello(rank, size, "heartbeat", settings.token), timeout)
             undo.pop_all()
-        return cls(
-            rank, size, data, FailureDetector({SERVER: link}, [data], timeout), encoding_for(settings.wire)
-        )
+        return cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), encoding_for(settings.wire))
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self._reduce("all-reduce", nodes, (0, nodes.shape[-1]), order)
@@ -81,9 +74,7 @@ class StarGroup(Group):
         self._detector.close()
         self._data.close()
 
-    def _reduce(
-        self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None
-    ) -> None:
+    def _reduce(self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:
         if nodes.dtype != torch.float32:
             raise ValueError(f"only float32 can be summed, not {nodes.dtype}")
         order = order or one_node_each(self.world_size)
@@ -92,12 +83,7 @@ class StarGroup(Group):
             self._operate(operation, rows, self._encoding(first_row(host), self._scratch), bounds, order)
 
     def _operate(
-        self,
-        operation: str,
-        rows: Sequence[Encoding],
-        into: Encoding,
-        bounds: Sequence[int],
-        order: Order | None,
+        self, operation: str, rows: Sequence[Encoding], into: Encoding, bounds: Sequence[int], order: Order | None
     ) -> None:
         """Announce an operation, send the pieces of `rows` and receive results into `into`."""
         header = announcement(operation, into.count, into.kind, tuple(bounds), order)

@@ -22,11 +22,7 @@ from andon.transport.tcp.stream import MessageReader, read_frame
 
 LONGEST_ANNOUNCEMENT: Final = 1 << 20
 MOST_SLOTS: Final = 1 << 20
-KINDS: Final = {
-    "all-reduce": ("float32", "bf16"),
-    "reduce-scatter": ("float32", "bf16"),
-    "all-gather": ("uint8",),
-}
+KINDS: Final = {"all-reduce": ("float32", "bf16"), "reduce-scatter": ("float32", "bf16"), "all-gather": ("uint8",)}
 
 
 class StarServer:
@@ -53,9 +49,7 @@ class StarServer:
         finally:
             self._acceptor.close()
         self._sockets = [came["data", rank] for rank in ranks]
-        detector = FailureDetector(
-            {rank: came["heartbeat", rank] for rank in ranks}, self._sockets, self.timeout
-        )
+        detector = FailureDetector({rank: came["heartbeat", rank] for rank in ranks}, self._sockets, self.timeout)
         try:
             while self._someone_begins(detector):
                 self._operate(detector)
@@ -112,8 +106,7 @@ class StarServer:
             announced[rank] = checked_operation(bytes(payload), self.world_size)
 
         detector.run(
-            [MessageReader(sock, rank, read(rank)) for rank, sock in enumerate(self._sockets)],
-            "an announcement",
+            [MessageReader(sock, rank, read(rank)) for rank, sock in enumerate(self._sockets)], "an announcement"
         )
         usual, _ = Counter(announced.values()).most_common(1)[0]
         for rank, operation in announced.items():
