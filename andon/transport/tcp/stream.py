@@ -1,12 +1,10 @@
 """Streams: bytes that are sent and received at the same time, each stream at its own pace.
 
-A *stream* moves a fixed number of *pieces* through one socket, in order. A piece is moved when it is *ready*:
-an outgoing piece once its bytes are complete, an incoming one once there is a buffer for it. `move_all` moves
-whatever can be moved and sleeps only when no stream can go on, so that no rank ever blocks in a write to a
-peer that blocks in a write.
+A *stream* moves a fixed number of *pieces* through one socket, in order. A piece is moved when it is *ready*: an
+outgoing piece once its bytes are complete, an incoming one once there is a buffer for it. `move_all` moves whatever can
+be moved and sleeps only when no stream can go on, so that no rank ever blocks in a write to a peer that blocks in a
+write.
 """
-
-from __future__ import annotations
 
 import os
 import select
@@ -14,7 +12,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from andon.transport.base import ProtocolError
 from andon.transport.tcp.frames import LENGTH, payload_length
@@ -25,29 +23,9 @@ LOW_WATER_BYTES: Final = 1 << 19
 """Wake up for no fewer bytes than these, unless fewer are missing: half of the cost of a small piece is the waking."""
 
 
-class StreamFailed(Exception):
-    """A stream cannot go on."""
-
-    def __init__(self, stream: Stream, detail: str) -> None:
-        super().__init__(detail)
-        self.stream, self.detail = stream, detail
-
-
-class StreamBroken(StreamFailed):
-    """The connection failed or was closed."""
-
-
-class StreamStalled(StreamFailed):
-    """The peer has made no progress for too long."""
-
-
-class StreamRefused(StreamFailed):
-    """The peer sent something that the protocol does not allow."""
-
-
 class Stream(ABC):
-    """Pieces through one socket to or from a peer. When it is the turn of piece i, `piece(i)` gives its bytes
-    or the buffer for it; `moved(i)` is called when it has moved."""
+    """Pieces through one socket to or from a peer. When it is the turn of piece i, `piece(i)` gives its bytes or the
+    buffer for it; `moved(i)` is called when it has moved."""
 
     event: int
 
@@ -55,13 +33,12 @@ class Stream(ABC):
         self,
         sock: socket.socket,
         peer: int,
-        piece: Callable[[int], memoryview],
-        moved: Callable[[int], None],
         count: int,
+        piece: Callable[[int], memoryview],
+        moved: Callable[[int], None] = lambda index: None,
     ) -> None:
         self.sock, self.peer, self.count = sock, peer, count
-        self.ready = count
-        self.done = 0
+        self.ready, self.done = count, 0
         self._piece, self._moved = piece, moved
         self._rest: memoryview | None = None
 
@@ -79,10 +56,10 @@ class Stream(ABC):
             self._rest = rest
             return False
         except OSError as error:
-            raise StreamBroken(self, str(error)) from error
+            raise StreamFailed(self, "lost", str(error)) from error
         if count < len(rest):
             if count == 0:
-                raise StreamBroken(self, "the connection was closed")
+                raise StreamFailed(self, "lost", "the connection was closed")
             self._rest = rest[count:]
         else:
             self._rest = None
@@ -96,6 +73,14 @@ class Stream(ABC):
     @abstractmethod
     def _transfer(self, data: memoryview) -> int:
         """Send or receive without blocking; the number of bytes."""
+
+
+class StreamFailed(Exception):
+    """A stream cannot go on: the connection was lost, the peer stalled, or it broke the protocol."""
+
+    def __init__(self, stream: Stream, cause: Literal["lost", "stalled", "protocol"], detail: str) -> None:
+        super().__init__(detail)
+        self.stream, self.cause, self.detail = stream, cause, detail
 
 
 class Outgoing(Stream):
@@ -122,16 +107,12 @@ class Incoming(Stream):
 
 
 class MessageReader(Incoming):
-    """An incoming stream that is read by a generator, which yields the buffer for the next bytes, ends when
-    it has read enough, and raises `ProtocolError` for what it does not accept."""
+    """An incoming stream that is read by a generator, which yields the buffer for the next bytes, ends when it has read
+    enough, and raises `ProtocolError` for what it does not accept."""
 
     def __init__(self, sock: socket.socket, peer: int, buffers: Iterator[memoryview]) -> None:
-        super().__init__(sock, peer, self._buffer, self._filled, 1)
-        self._buffers = buffers
-        self._next = next(buffers)
-
-    def _buffer(self, index: int) -> memoryview:
-        return self._next
+        super().__init__(sock, peer, 1, lambda index: self._next, self._filled)
+        self._buffers, self._next = buffers, next(buffers)
 
     def _filled(self, index: int) -> None:
         try:
@@ -141,7 +122,7 @@ class MessageReader(Incoming):
         except StopIteration:
             pass
         except ProtocolError as error:
-            raise StreamRefused(self, str(error)) from error
+            raise StreamFailed(self, "protocol", str(error)) from error
 
 
 def read_frame(limit: int) -> Generator[memoryview, None, bytearray]:
@@ -151,10 +132,6 @@ def read_frame(limit: int) -> Generator[memoryview, None, bytearray]:
     payload = bytearray(payload_length(prefix, limit))
     yield memoryview(payload)
     return payload
-
-
-def nothing(index: int) -> None:
-    """For a stream that nothing waits for."""
 
 
 def move_all(streams: Sequence[Stream], timeout: float) -> None:
@@ -191,6 +168,6 @@ def _sleep(poll: select.poll, waiting: Mapping[Stream, float], timeout: float) -
     longest = min(waiting, key=waiting.__getitem__)
     left = waiting[longest] + timeout - time.monotonic()
     if not poll.poll(max(0.0, left) * 1000) and waiting[longest] + timeout <= time.monotonic():
-        raise StreamStalled(longest, "no progress")
+        raise StreamFailed(longest, "stalled", "no progress")
     for descriptor in events:
         poll.unregister(descriptor)
