@@ -54,9 +54,9 @@ def add_bf16(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _grains(*tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
-    return (
-        [tensors] if torch.get_num_threads() == 1 else zip(*(torch.split(each, GRAIN) for each in tensors), strict=True)
-    )
+    if torch.get_num_threads() == 1:
+        return [tensors]
+    return zip(*(torch.split(tensor, GRAIN) for tensor in tensors), strict=True)
 
 
 @contextmanager

@@ -48,10 +48,8 @@ class StarGroup(Group):
             raise ValueError("transport 'star' needs the address of its server")
         rank, size, timeout = rendezvous.rank, rendezvous.world_size, settings.timeout
         with ExitStack() as undo:
-            data = undo.enter_context(
-                connect(settings.server, SERVER, Hello(rank, size, "data", settings.token), timeout)
-            )
-            link = connect(settings.server, SERVER, Hello(rank, size, "heartbeat", settings.token), timeout)
+            hellos = [Hello(rank, size, channel, settings.token) for channel in ("data", "heartbeat")]
+            data, link = (undo.enter_context(connect(settings.server, SERVER, hello, timeout)) for hello in hellos)
             undo.pop_all()
         return cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), ENCODINGS[settings.wire])
 
