@@ -66,14 +66,12 @@ class WorkerPool:
 
     def send(self, message: Callable[[Worker], Message], operation: str) -> None:
         """Send each worker its message; raises, when all have been served, if one could not be."""
-        workers = list(self.workers)
         streams = []
-        for worker in workers:
-            pieces = _cut(encode(message(worker)))
-            streams.append(Outgoing(worker.sock, worker.worker_id, len(pieces), pieces.__getitem__))
         with ExitStack() as held:
-            for worker in workers:
+            for worker in self.workers:
                 held.enter_context(worker.sending)
+                pieces = _cut(encode(message(worker)))
+                streams.append(Outgoing(worker.sock, worker.worker_id, len(pieces), pieces.__getitem__))
             self.run(streams, operation)
         self.raise_failure()
 

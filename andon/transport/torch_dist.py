@@ -23,18 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from andon.engine.order import Order, shares
-from andon.transport.base import (
-    Group,
-    GroupError,
-    GroupTimeout,
-    PeerLost,
-    Rendezvous,
-    Settings,
-    Wire,
-    first_row,
-    one_node_each,
-    rows_of,
-)
+from andon.transport.base import Group, GroupTimeout, PeerLost, Rendezvous, Settings, first_row, one_node_each, rows_of
 
 Transfer = tuple[int, torch.Tensor]
 Answer = tuple[int, Exception | None]  # a peer, and how its transfers failed
@@ -48,13 +37,9 @@ class TorchGroup(Group):
     transport = "torch"
 
     def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        timeout: float = 60.0,
-        wire: Wire = "f32",
-        owned: bool = False,
+        self, process_group: dist.ProcessGroup | None = None, settings: Settings = Settings(), owned: bool = False
     ) -> None:
-        self.process_group, self.timeout, self.wire = process_group, timeout, wire
+        self.process_group, self.timeout, self.wire = process_group, settings.timeout, settings.wire
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.device = torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
         self._peers = dist.get_process_group_ranks(process_group)
@@ -65,7 +50,7 @@ class TorchGroup(Group):
         """A group over the default process group, which is made first (and destroyed at the end) unless the process has
         one already, as under torchrun."""
         if dist.is_initialized():
-            return cls(None, settings.timeout, settings.wire)
+            return cls(None, settings)
         wait = timedelta(seconds=settings.timeout)
         store = None
         if rendezvous.rank == 0:
@@ -79,7 +64,7 @@ class TorchGroup(Group):
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
         except RuntimeError as error:
             raise _failure(error, -1, "connecting through torch.distributed", started) from error
-        return cls(None, settings.timeout, settings.wire, owned=True)
+        return cls(None, settings, owned=True)
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         self._reduce(nodes, list(pairwise(bounds)), order)
@@ -243,7 +228,7 @@ class StoreRendezvous:
             raise PeerLost(-1, f"rendezvous on {topic!r}", seconds, f"the store failed: {error}") from error
 
 
-def _failure(error: RuntimeError, peer: int, operation: str, started: float) -> GroupError:
+def _failure(error: RuntimeError, peer: int, operation: str, started: float) -> GroupTimeout | PeerLost:
     # Gloo's message, without its source file and its advice.
     text = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0]).split(". This is typically")[0]
     kind = GroupTimeout if "time" in text.lower() and "out" in text.lower() else PeerLost

@@ -27,17 +27,7 @@ import torch
 from andon.engine.order import Order, shares
 from andon.errors import UserError
 from andon.machine import machine_id
-from andon.transport.base import (
-    Group,
-    GroupError,
-    ProtocolError,
-    Rendezvous,
-    Settings,
-    Wire,
-    first_row,
-    one_node_each,
-    rows_of,
-)
+from andon.transport.base import Group, ProtocolError, Rendezvous, Settings, Wire, first_row, one_node_each, rows_of
 from andon.transport.shm.barrier import SYS_FUTEX, Barrier
 from andon.transport.shm.segment import MAILBOX_BYTES, STAGE_BYTES, Segment, SegmentLayout, new_memory, whole_pages
 
@@ -104,7 +94,7 @@ class ShmGroup(Group):
             group = cls(rank, pids, first, settings.timeout, settings.wire)
             try:
                 group._barrier.wait("opening shared memory")
-            except GroupError:
+            except Exception:
                 group.close()
                 raise
             return group

@@ -47,10 +47,8 @@ class RingSchedule:
         return [-1] * len(spans) if last else leaving
 
 
-@lru_cache(maxsize=1024)
-def ring_schedule(bounds: tuple[int, ...], chunks: tuple[int, ...], step: int) -> RingSchedule:
-    """A schedule; cached, because every training step needs the same ones."""
-    return RingSchedule(bounds, chunks, step)
+ring_schedule = lru_cache(maxsize=1024)(RingSchedule)
+"""A schedule; cached, because every training step needs the same ones."""
 
 
 def _gates(waits_for: Sequence[int], count: int) -> list[int]:

@@ -38,14 +38,9 @@ class Stream(ABC):
         moved: Callable[[int], None] = lambda index: None,
     ) -> None:
         self.sock, self.peer, self.count = sock, peer, count
-        self.ready, self.done = count, 0
+        self.ready, self.done = count, 0  # how many pieces may move, and how many have moved
         self._piece, self._moved = piece, moved
         self._rest: memoryview | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether the next piece is ready and waits for the peer."""
-        return self.done < self.ready and self.done < self.count
 
     def move(self) -> bool:
         """Move what can be moved of the next piece without blocking; whether anything was moved."""
@@ -89,8 +84,7 @@ class Outgoing(Stream):
     event = select.POLLOUT
 
     def _transfer(self, data: memoryview) -> int:
-        more = self.done + 1 < self.ready and self.done + 1 < self.count
-        return self.sock.send(data, socket.MSG_MORE if more else 0)
+        return self.sock.send(data, socket.MSG_MORE if self.done + 1 < self.ready else 0)
 
 
 class Incoming(Stream):
@@ -142,7 +136,7 @@ def move_all(streams: Sequence[Stream], timeout: float) -> None:
     while any(stream.done < stream.count for stream in streams):
         moved = False
         for stream in streams:
-            if not stream.waits:
+            if stream.done == stream.ready:
                 waiting.pop(stream, None)
             elif stream.move():
                 waiting.pop(stream, None)
