@@ -142,7 +142,7 @@ def prepare(sock: socket.socket) -> socket.socket:
 
 
 @contextmanager
-def _errors_name(peer: int, operation: str, timeout: float) -> Iterator[None]:
+def _translate_errors(peer: int, operation: str, timeout: float) -> Iterator[None]:
     started = time.monotonic()
     try:
         yield
@@ -167,13 +167,13 @@ class Link:
     @classmethod
     def connect(cls, host: str, port: int, peer: int, timeout: float) -> Self:
         """Connect to a peer that listens at host:port."""
-        with _errors_name(peer, f"connecting to {host}:{port}", timeout):
+        with _translate_errors(peer, f"connecting to {host}:{port}", timeout):
             return cls(socket.create_connection((host, port), timeout), peer, timeout)
 
     def send(self, data: Buffer, operation: str) -> None:
         """Send all of `data`."""
         view = memoryview(data).cast("B")
-        with _errors_name(self.peer, operation, self.timeout):
+        with _translate_errors(self.peer, operation, self.timeout):
             while view:
                 view = view[self.socket.send(view) :]
 
@@ -181,7 +181,7 @@ class Link:
         """Receive exactly `count` bytes."""
         data = bytearray(count)
         view = memoryview(data)
-        with _errors_name(self.peer, operation, self.timeout):
+        with _translate_errors(self.peer, operation, self.timeout):
             while view:
                 received = self.socket.recv_into(view)
                 if received == 0:
