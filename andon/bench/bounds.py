@@ -4,8 +4,6 @@ The connection goes to a child process, `python -m andon.bench.bounds PORT BYTES
 thread and receives in another.
 """
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

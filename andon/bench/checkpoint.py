@@ -1,14 +1,11 @@
 """`andon bench checkpoint`: what a save costs training, in one run with what it is measured against.
 
-*Stall* is how long the step loop waits for a save: the request, and what is left of the snapshot before the
-next exchange. It is set against one plain copy of the whole state (weights and AdamW's moments) from memory
-to memory, and against the stall of `torch.distributed.checkpoint.async_save` (Gloo, one rank) for the same
-state. *Slow-down* is the time of the steps during a save against the steps before it. Throughput is that of
-a save with nothing else to do, against plain writes of as many bytes with fsync. Rounds take turns; medians
-count, and the slowest rank.
+*Stall* is how long the step loop waits for a save: the request, and what is left of the snapshot before the next
+exchange. It is set against one plain copy of the whole state (weights and AdamW's moments) from memory to memory, and
+against the stall of `torch.distributed.checkpoint.async_save` (Gloo, one rank) for the same state. *Slow-down* is the
+time of the steps during a save against the steps before it. Throughput is that of a save with nothing else to do,
+against plain writes of as many bytes with fsync. Rounds take turns; medians count, and the slowest rank.
 """
-
-from __future__ import annotations
 
 import json
 import statistics

@@ -1,12 +1,11 @@
 """`andon bench train`: Andon's step against what PyTorch has of it over Gloo, interleaved in one run.
 
-A row is one batch size. Against DistributedDataParallel with the same model, batch and threads: tokens per
-second, what the checks cost (the same step without them), the share of a step that each phase takes
-(`exchange`: what is left of it after backward), and how much of the exchange was hidden behind backward. With
-`--zero`: a step with ZeRO `even` against plain data parallel, and AdamW on this rank's share with the gather
-of the weights against `ZeroRedundancyOptimizer` (of its two ways to keep parameters, the faster counts).
-Medians over turns; the slowest rank counts. Ratios are medians of the ratios of each turn, so that a slow
-moment counts on both sides.
+A row is one batch size. Against DistributedDataParallel with the same model, batch and threads: tokens per second, what
+the checks cost (the same step without them), the share of a step that each phase takes (`exchange`: what is left of it
+after backward), and how much of the exchange was hidden behind backward. With `--zero`: a step with ZeRO `even` against
+plain data parallel, and AdamW on this rank's share with the gather of the weights against `ZeroRedundancyOptimizer` (of
+its two ways to keep parameters, the faster counts). Medians over turns; the slowest rank counts. Ratios are medians of
+the ratios of each turn, so that a slow moment counts on both sides.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Each rank holds the same model several times: under Andon's step and under what 
 turns, a step each, so that what disturbs the machine disturbs all of them alike.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -90,8 +88,7 @@ def ddp_step(shape: Shape, batches: RandomBatches) -> Callable[[], None]:
 
 
 def torch_zero_update(shape: Shape, bucket_view: bool) -> Callable[[], Any]:
-    """PyTorch's own ZeRO-1 on any gradients: AdamW on this rank's parameters, then a broadcast of
-    everyone's."""
+    """PyTorch's own ZeRO-1 on any gradients: AdamW on this rank's parameters, then a broadcast of everyone's."""
     model = initialised(shape)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():

@@ -7,8 +7,6 @@ the machine are measured with it: a plain memory copy, and a bare full-duplex TC
 the same congestion control (`andon.bench.link`).
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import threading

@@ -2,8 +2,6 @@
 that travels with every step's exchange. Everything else about saving lies behind these calls.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -102,8 +100,7 @@ class Checkpointer:
         self._saver.receive(statuses)
 
     def after(self, step: int, last: bool = False) -> None:
-        """A step is done: save it if it is due, in the background of the steps that follow; the last one
-        now."""
+        """A step is done: save it if it is due, in the background of the steps that follow; the last one now."""
         self._stop_if_configured()
         if should_save(step, self.settings.every, last):
             self.save(step, wait=last, patience=math.inf if last else PATIENCE)

@@ -1,8 +1,7 @@
 """Writing files so that every byte is hashed on its way to the disk, once, in pieces.
 
-The tensor files are safetensors: eight bytes with the length of a JSON header, the header (padded to eight
-bytes), then the tensors one after another. What is known of a file afterwards is its *record*
-(`andon.checkpoint.manifest`).
+The tensor files are safetensors: eight bytes with the length of a JSON header, the header (padded to eight bytes), then
+the tensors one after another. What is known of a file afterwards is its *record* (`andon.checkpoint.manifest`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """The manifest of a checkpoint, and what follows from it: what loads was verified (C-CKPT-001).
 
-`manifest.json` is written last. It holds the *record* of every other file (its size and BLAKE3, and the
-position and BLAKE3 of each tensor in it), the digest of every unit that all ranks agreed on, and a BLAKE3 of
-itself. It must be byte for byte what `render` makes of its content, so that no flipped bit can hide in white
-space. A checkpoint is *good* when its manifest is, and every file has the recorded size and digest. Verifying
-takes constant memory.
+`manifest.json` is written last. It holds the *record* of every other file (its size and BLAKE3, and the position and
+BLAKE3 of each tensor in it), the digest of every unit that all ranks agreed on, and a BLAKE3 of itself. It must be byte
+for byte what `render` makes of its content, so that no flipped bit can hide in white space. A checkpoint is *good* when
+its manifest is, and every file has the recorded size and digest. Verifying takes constant memory.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping

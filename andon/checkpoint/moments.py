@@ -4,8 +4,6 @@ A piece is named `KIND.PARAMETER[lo:hi]`: elements lo to hi of a parameter, flat
 cover every parameter exactly once, so that any number of ranks can load them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -35,8 +33,7 @@ class Moments:
         return {(kind, name): parameters[name].numel() for kind in self.optimizer.rule.state for name in parameters}
 
     def to_save(self) -> dict[str, Tensor]:
-        """The pieces that this rank saves, where they are; with `gathers` every rank must call it
-        together."""
+        """The pieces that this rank saves, where they are; with `gathers` every rank must call it together."""
         membership, rule = self.model.membership, self.optimizer.rule
         if self.gathers:
             whole = self._gather()

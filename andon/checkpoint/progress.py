@@ -1,7 +1,4 @@
-"""How far a run has come: what a checkpoint's `state.json` must bring back besides weights and optimizer
-state."""
-
-from __future__ import annotations
+"""How far a run has come: what a checkpoint's `state.json` must bring back besides weights and optimizer state."""
 
 import math
 from collections.abc import Mapping

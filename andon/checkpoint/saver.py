@@ -1,19 +1,15 @@
 """Saving while training goes on: one rank's part of the save protocol (`checkpoint.protocol`).
 
-At a save point every rank requests the save, and a background thread takes its snapshot during the next
-forward and backward. The rank's *status* of the save travels with the exchange that every step has anyway.
-Before it gives that status the rank waits for what is left of its snapshot, so that no rank updates a weight
-before all snapshots are taken. All ranks receive the same statuses at the same step and move through the same
-phases: once they are synced, a second thread, of the lowest priority, writes this rank's files, and rank 0
-publishes when all are written.
+At a save point every rank requests the save, and a background thread takes its snapshot during the next forward and
+backward. The rank's *status* of the save travels with the exchange that every step has anyway. Before it gives that
+status the rank waits for what is left of its snapshot, so that no rank updates a weight before all snapshots are taken.
+All ranks receive the same statuses at the same step and move through the same phases: once they are synced, a second
+thread, of the lowest priority, writes this rank's files, and rank 0 publishes when all are written.
 
-A save that fails is tried once more from the same snapshot; then it is given up, which never touches an
-earlier checkpoint. Where no step follows that could carry the statuses (the last step, Ctrl-C, a halt, a
-second save point while a save runs) `finish` exchanges them by themselves, every `HEARTBEAT` seconds, until
-the save has ended.
+A save that fails is tried once more from the same snapshot; then it is given up, which never touches an earlier
+checkpoint. Where no step follows that could carry the statuses (the last step, Ctrl-C, a halt, a second save point
+while a save runs) `finish` exchanges them by themselves, every `HEARTBEAT` seconds, until the save has ended.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -110,8 +106,7 @@ class Saver:
         return self._save.step
 
     def status(self) -> list[Any]:
-        """What this rank tells with a step's exchange; its snapshot, a copy in memory, is waited for
-        first."""
+        """What this rank tells with a step's exchange; its snapshot, a copy in memory, is waited for first."""
         if self._task and self._save.phase is Phase.REQUESTED and self._attempt == 1:
             started = time.perf_counter()
             wait([self._task])

@@ -6,8 +6,6 @@ forward and backward. The buffers are kept for the next save. The same pass take
 of the copy where there is one, and elsewhere of the weights themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -19,8 +17,7 @@ from andon.engine.arena import Arena, Layout
 
 
 class Snapshot:
-    """What one rank writes: its piece of the moments, which lie in `shards` files, and on rank 0 the
-    weights."""
+    """What one rank writes: its piece of the moments, which lie in `shards` files, and on rank 0 the weights."""
 
     def __init__(self, arena: Arena, moments: Mapping[str, Tensor], shards: int, weights: bool) -> None:
         self.arena, self.sources, self.shards = arena, moments, shards

@@ -1,13 +1,10 @@
 """What a checkpoint is on disk: a folder `checkpoint-{step}` that appears whole or not at all.
 
 `model.safetensors`, `config.json` and the tokenizer's files are what Hugging Face loads;
-`optimizer-RRRRR-of-NNNNN.safetensors` hold AdamW's moments in pieces (`first.NAME[lo:hi]`, `second…` and,
-where the weights are bf16, their f32 `master…`), each file written by one rank; `state.json` says where the
-run was; `manifest.json` proves all of it. Everything is written into a temporary folder of the same disk,
-synced, and renamed.
+`optimizer-RRRRR-of-NNNNN.safetensors` hold AdamW's moments in pieces (`first.NAME[lo:hi]`, `second…` and, where the
+weights are bf16, their f32 `master…`), each file written by one rank; `state.json` says where the run was;
+`manifest.json` proves all of it. Everything is written into a temporary folder of the same disk, synced, and renamed.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json

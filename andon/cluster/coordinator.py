@@ -1,11 +1,8 @@
 """The coordinator: admits workers, hands out ranks and the configuration, and is their rendezvous.
 
-It holds no weights and sees no gradient. One thread per worker reads its control link
-(`andon.cluster.control` has the dialogue). A worker has *left* when it has sent its exit code, and is *lost*
-when its connection ended without one.
+It holds no weights and sees no gradient. One thread per worker reads its control link (`andon.cluster.control` has the
+dialogue). A worker has *left* when it has sent its exit code, and is *lost* when its connection ended without one.
 """
-
-from __future__ import annotations
 
 import socket
 import threading

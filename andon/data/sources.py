@@ -1,12 +1,9 @@
 """The user's text files, read as a stream of documents in bounded memory.
 
-A *document* is one .txt file, one line of a .jsonl file (field `text`) or one row of a .parquet file (column
-`text`). It is read in *pieces* of at most 64 KiB, cut after a newline where there is one and never inside a
-UTF-8 sequence: small pieces keep the encoder's memory small and its threads busy. Invalid UTF-8 becomes
-U+FFFD and is counted.
+A *document* is one .txt file, one line of a .jsonl file (field `text`) or one row of a .parquet file (column `text`).
+It is read in *pieces* of at most 64 KiB, cut after a newline where there is one and never inside a UTF-8 sequence:
+small pieces keep the encoder's memory small and its threads busy. Invalid UTF-8 becomes U+FFFD and is counted.
 """
-
-from __future__ import annotations
 
 import io
 import json

@@ -1,18 +1,15 @@
 """The built-in corpus: a seeded grammar of small stories, and a checker for its sentences.
 
-A *plot* is a fixed sequence of sentences, and each sentence has a few alternative *templates*. A template is
-a sequence of words, some of which are *slots*. A slot of the *cast* (the hero, the colour) is chosen once and
-keeps its value in the whole story. A *follower* is determined by a member of the cast (Mia is a "she" and has
-Pip the dog; what is red is a car). A *local* slot (the weather, a feeling) is chosen anew each time. All
-choices are uniform. They are the digits of one large number, the hash of seed and index: it is divided by the
-number of options, and the remainder picks one.
+A *plot* is a fixed sequence of sentences, and each sentence has a few alternative *templates*. A template is a sequence
+of words, some of which are *slots*. A slot of the *cast* (the hero, the colour) is chosen once and keeps its value in
+the whole story. A *follower* is determined by a member of the cast (Mia is a "she" and has Pip the dog; what is red is
+a car). A *local* slot (the weather, a feeling) is chosen anew each time. All choices are uniform. They are the digits
+of one large number, the hash of seed and index: it is divided by the number of options, and the remainder picks one.
 
-The checker uses the same templates. Every value is one word, no two templates of a sentence can produce the
-same words, and no two plots the same story, so a text has at most one derivation. Therefore checking takes
-linear time, and the entropy of a story is the sum of the entropies of its choices.
+The checker uses the same templates. Every value is one word, no two templates of a sentence can produce the same words,
+and no two plots the same story, so a text has at most one derivation. Therefore checking takes linear time, and the
+entropy of a story is the sum of the entropies of its choices.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Iterator

@@ -1,13 +1,9 @@
-"""Backward into the arena: each slot's gradients are folded into the worker's rows in the one order of
-addition.
+"""Backward into the arena: each slot's gradients are folded into the worker's rows in the one order of addition.
 
-A worker folds its slots as `engine.order` says: a slot's gradient goes to a *row*, then rows are merged. In
-its last slot a unit is *ready* when every parameter of it has its gradient. Ready units are handed over in
-layout order, with the merges that are left, so that the exchange goes on while backward computes the units
-after them.
+A worker folds its slots as `engine.order` says: a slot's gradient goes to a *row*, then rows are merged. In its last
+slot a unit is *ready* when every parameter of it has its gradient. Ready units are handed over in layout order, with
+the merges that are left, so that the exchange goes on while backward computes the units after them.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,8 +164,7 @@ class _Backward:
 
 
 def _allocate(arena: Arena, membership: Membership) -> Tensor:
-    """Gradient rows: on the CPU where the transport exchanges best, on a GPU on the same device as the
-    weights."""
+    """Gradient rows: on the CPU where the transport exchanges best, on a GPU on the same device as the weights."""
     rows = membership.order.rows(membership.rank)
     if arena.device.type == "cpu":
         return membership.group.allocate(rows, arena.layout.size)

@@ -10,8 +10,6 @@ Weights are f32 or bf16, as the model's parameters are; the layout is counted in
 on it. Gradients are f32 in either case.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -86,9 +84,8 @@ class Layout:
 
 
 def backward_order(model: nn.Module) -> list[tuple[str, list[tuple[str, Tensor]]]]:
-    """Units by rule: each child of the longest module list is a block; the modules registered after the
-    blocks come first, then the blocks from last to first, then the modules before them. Frozen parameters
-    are left out."""
+    """Units by rule: each child of the longest module list is a block; the modules registered after the blocks come
+    first, then the blocks from last to first, then the modules before them. Frozen parameters are left out."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     prefix, blocks = max(lists, key=lambda found: len(found[1]), default=("", nn.ModuleList()))
     inside: dict[str, list[tuple[str, Tensor]]] = {f"{prefix}.{index}.": [] for index in range(len(blocks))}

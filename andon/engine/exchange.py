@@ -6,8 +6,6 @@ unit has failed, the units after it fail with its error. Updated weights are gat
 (`engine.gather`), so that the group is never used by two collectives at once.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence
@@ -74,8 +72,7 @@ class Exchange:
         self._tasks.append(self.thread.submit(self._reduce, unit, merges, rows, before))
 
     def wait(self) -> list[str]:
-        """Wait until all units are reduced; the units to which this rank's contribution was seen to be
-        bad."""
+        """Wait until all units are reduced; the units to which this rank's contribution was seen to be bad."""
         for task in self._tasks:
             task.result()
         bad, self._bad, self._tasks = self._bad, [], []

@@ -5,8 +5,6 @@ reads weights through the arena waits for what is still on its way, and so does 
 whole, or with `overlap` unit by unit, so that the gather goes on while forward computes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future
@@ -29,8 +27,7 @@ class Gather:
         arena.wait_for_weights = self.wait
 
     def hook(self, module: nn.Module, overlap: bool) -> None:
-        """Have the module wait before it computes or is saved; with `overlap` each unit's module for its
-        unit.
+        """Have the module wait before it computes or is saved; with `overlap` each unit's module for its unit.
 
         Overlap is for a module that uses a unit's weights only by calling the unit's module."""
         self._overlap = overlap

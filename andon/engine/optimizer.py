@@ -3,8 +3,6 @@
 No weight changes before every rank has agreed on the verdict, and every rank comes to the same one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,8 +76,7 @@ class Optimizer:
         self._fingerprints = Fingerprints(arena, self.compared_state, membership)
 
     def compared_state(self) -> dict[str, Tensor]:
-        """The flat buffers that are equal on every rank: the weights, and without ZeRO the optimizer's
-        state."""
+        """The flat buffers that are equal on every rank: the weights, and without ZeRO the optimizer's state."""
         return {"weights": self.model.arena.weights, **({} if self.ownership.sharded else self.rule.state)}
 
     def step(self, clip: float = 0.0) -> Totals:
@@ -140,8 +137,7 @@ class Optimizer:
 
 
 class AdamW(Optimizer):
-    """AdamW with weight decay on matrices only; `zero` shares out its state, by default an even slice to
-    each."""
+    """AdamW with weight decay on matrices only; `zero` shares out its state, by default an even slice to each."""
 
     def __init__(
         self, model: DataParallel, lr: float, settings: AdamWSettings | None = None, zero: Zero | None = None

@@ -5,8 +5,6 @@ Only parameters that require gradients take part, so a LoRA model exchanges its 
 parameters are bf16 is trained on an f32 master, taken from them when it is handed over.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -23,9 +21,8 @@ from andon.transport.base import Group
 class DataParallel(nn.Module):
     """A module that is trained alike on every rank of a group; rank 0's weights are everyone's first ones.
 
-    A step has `slots` micro-batches, shared out among the ranks. `overlap_gather` lets forward begin while
-    updated weights still arrive; it is for modules that use a unit's weights only by calling the unit's
-    module."""
+    A step has `slots` micro-batches, shared out among the ranks. `overlap_gather` lets forward begin while updated
+    weights still arrive; it is for modules that use a unit's weights only by calling the unit's module."""
 
     def __init__(self, module: nn.Module, group: Group, slots: int, overlap_gather: bool = False) -> None:
         super().__init__()

@@ -115,8 +115,7 @@ class Faults:
 
 
 def _check(text: str, fault: Fault, order: Order, layout: Layout, state: State) -> None:
-    """Refuse a fault that could never happen: of a rank, slot, parameter, unit or buffer that is not
-    there."""
+    """Refuse a fault that could never happen: of a rank, slot, parameter, unit or buffer that is not there."""
     if fault.rank >= order.world_size:
         raise _refused(text, f"there are only {order.world_size} ranks")
     for key, known in (

@@ -1,16 +1,13 @@
 """Fingerprints: in every step all ranks compare what they hold in common (C-DDP-001, F-DP-001).
 
-They compare before they update, while a difference has not spread yet. With ZeRO a flipped bit in the part
-that a rank owns would otherwise become everyone's weight with the next gather, and no comparison could find
-it.
+They compare before they update, while a difference has not spread yet. With ZeRO a flipped bit in the part that a rank
+owns would otherwise become everyone's weight with the next gather, and no comparison could find it.
 
-Each *cell* of a buffer (1,024 elements) is read as integers of 64 bits and summed, so that any flipped bit
-changes its cell; a unit's fingerprint is a hash of its cell sums: one pass at the speed of memory. The facts
-of the step (its number, the learning rate, the configuration) have a fingerprint too. With three ranks or
-more, the majority tells which rank is wrong.
+Each *cell* of a buffer (1,024 elements) is read as integers of 64 bits and summed, so that any flipped bit changes its
+cell; a unit's fingerprint is a hash of its cell sums: one pass at the speed of memory. The facts of the step (its
+number, the learning rate, the configuration) have a fingerprint too. With three ranks or more, the majority tells which
+rank is wrong.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

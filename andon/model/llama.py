@@ -1,11 +1,8 @@
 """A Llama-shaped decoder. It knows nothing of ranks, slots or devices.
 
-Modules carry Hugging Face's names, so a state dict is a checkpoint. A block has nine components: q, k, v, o,
-gate, up, down and two norms. Shapes in comments: B windows, T tokens, H heads, K key/value heads, D
-head size.
+Modules carry Hugging Face's names, so a state dict is a checkpoint. A block has nine components: q, k, v, o, gate, up,
+down and two norms. Shapes in comments: B windows, T tokens, H heads, K key/value heads, D head size.
 """
-
-from __future__ import annotations
 
 import torch
 import torch.nn.functional as F

@@ -1,11 +1,10 @@
 """The gradient server of wire version 2: workers join, get their shards, send gradients, get the mean.
 
-To collect a gradient, the server reads the *head* of every worker's message (everything before the floats),
-then the floats in pieces: the same piece of every worker at the same time, added in the one order and
-divided. So it holds one vector and a piece per worker. A worker that disconnects, stalls or breaks the
-protocol is dropped; the server still reads to the end what the others sent, so that it can go on serving
-them, and then raises an error that names the worker. A gradient that is not finite raises in the same way but
-drops nobody.
+To collect a gradient, the server reads the *head* of every worker's message (everything before the floats), then the
+floats in pieces: the same piece of every worker at the same time, added in the one order and divided. So it holds one
+vector and a piece per worker. A worker that disconnects, stalls or breaks the protocol is dropped; the server still
+reads to the end what the others sent, so that it can go on serving them, and then raises an error that names the
+worker. A gradient that is not finite raises in the same way but drops nobody.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ class GradientServer:
         return len(self._pool.workers)
 
     def wait_for_workers(self, count: int, deadline: float) -> None:
-        """Wait until `count` workers have joined, `deadline` seconds at most; other connections are
-        closed."""
+        """Wait until `count` workers have joined, `deadline` seconds at most; other connections are closed."""
         with closing(introductions(self._listener, _read_join, deadline)) as arrivals:
             while self.worker_count < count:
                 sock, request = next(arrivals, (None, None))

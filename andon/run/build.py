@@ -1,7 +1,5 @@
 """From a configuration to a trainer: the one place where the parts of a run are put together."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -112,8 +110,7 @@ def build_checkpointer(
 
 
 def hub_files(config: Config, tokens: TokenSet, dtype: torch.dtype) -> Mapping[str, str]:
-    """What Hugging Face needs besides the weights; read once, because the cache may be gone when a save is
-    due."""
+    """What Hugging Face needs besides the weights; read once, because the cache may be gone when a save is due."""
     fields = to_hub(config.shape, tokens.tokenizer().end, dtype)
     names = ("tokenizer.json", "tokenizer_config.json")
     texts = {name: (tokens.folder / name).read_text(encoding="utf-8") for name in names}

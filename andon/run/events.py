@@ -1,12 +1,9 @@
 """Events: the one record of a run; everything that shows a run reads them.
 
-An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds:
-`worker` · `note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `stopped` · `halt` ·
-`done`.
+An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds: `worker` ·
+`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `stopped` · `halt` · `done`.
 `metrics.jsonl` holds them all. `summary.json` holds the last `done`, `halt.json` the last `halt`.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -40,9 +37,8 @@ def no_event(event: Event) -> None:
 class Recorder:
     """Writes the events of a run into its folder and passes them to the listeners.
 
-    A background thread writes, so that training does not wait for a disk that hangs. While the disk is full
-    or fails, events wait in memory. `hold` is called when the folder was removed: it creates it again or
-    raises `OSError`."""
+    A background thread writes, so that training does not wait for a disk that hangs. While the disk is full or fails,
+    events wait in memory. `hold` is called when the folder was removed: it creates it again or raises `OSError`."""
 
     def __init__(self, folder: Path, *listeners: Emit, hold: Callable[[], None] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)

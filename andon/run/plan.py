@@ -1,17 +1,14 @@
 """The plan of a run: memory and traffic by arithmetic, before anything heavy is loaded.
 
-Memory is what one worker holds at the worst moment of a step, shared memory divided among those who share it
-(under Linux the *proportional set size*, PSS, of its process), and the copies that it keeps from its first
-save on: its share of the moments, and on rank 0 the weights. The arithmetic is exact but for two figures,
-measured on Linux with torch 2.13's CPU build: what torch and Andon take before there is a model, and how much
-more than the live tensors the C library's allocator keeps. On a GPU the tensors are the same, and the program
-and the copies stay in the host's memory.
+Memory is what one worker holds at the worst moment of a step, shared memory divided among those who share it (under
+Linux the *proportional set size*, PSS, of its process), and the copies that it keeps from its first save on: its share
+of the moments, and on rank 0 the weights. The arithmetic is exact but for two figures, measured on Linux with torch
+2.13's CPU build: what torch and Andon take before there is a model, and how much more than the live tensors the C
+library's allocator keeps. On a GPU the tensors are the same, and the program and the copies stay in the host's memory.
 
-Traffic is what one rank sends in a step, on average over the ranks; in shared memory, what it moves between
-its own memory and others'. Norms and fingerprints are left out: less than a thousandth.
+Traffic is what one rank sends in a step, on average over the ranks; in shared memory, what it moves between its own
+memory and others'. Norms and fingerprints are left out: less than a thousandth.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -127,10 +124,9 @@ def widened(config: Config) -> int:
 def live_activations(shape: Shape, windows: int) -> int:
     """Bytes of f32 tensors alive when backward begins, which is when they are most.
 
-    A block keeps, per token: for each norm its input, the normalised input and the product with its weight;
-    queries, keys and values of all heads, attention's output and its log-sum-exp; and of the SwiGLU gate, its
-    silu, up and their product. The final norm keeps its three; and the log-probabilities are there with two
-    gradients of the same size.
+    A block keeps, per token: for each norm its input, the normalised input and the product with its weight; queries,
+    keys and values of all heads, attention's output and its log-sum-exp; and of the SwiGLU gate, its silu, up and their
+    product. The final norm keeps its three; and the log-probabilities are there with two gradients of the same size.
     """
     block = 10 * shape.hidden + 4 * shape.intermediate + shape.heads + 2
     end = 3 * shape.vocab + 3 * shape.hidden + 1

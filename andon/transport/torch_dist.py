@@ -104,8 +104,7 @@ class TorchGroup(Group):
             self._gather(first_row(nodes), bounds, self._wire_dtype(nodes))
 
     def _reduce(self, nodes: torch.Tensor, parts: Sequence[tuple[int, int]], order: Order) -> None:
-        """Send every rank its part of each of this rank's rows, and add up everyone's rows of this rank's
-        part."""
+        """Send every rank its part of each of this rank's rows, and add up everyone's rows of this rank's part."""
         rows = rows_of(nodes, order, self.rank)
         dtype = self._wire_dtype(nodes)
         lo, hi = parts[self.rank]

@@ -9,8 +9,6 @@ futex). A rank that arrives wakes the others only if one of them sleeps. Sleeper
 whether a late peer has died (its pidfd becomes readable, also for a zombie), has left, or has timed out.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -107,11 +105,10 @@ class Barrier:
             self._fence()
 
     def _fence(self) -> None:
-        """A memory fence: other ranks see what this one wrote and read before it, and after it, in that
-        order.
+        """A memory fence: other ranks see what this one wrote and read before it, and after it, in that order.
 
-        Taking and releasing a lock uses atomic instructions. On x86 one of them is a full fence, needed only
-        between the arrival and the check for sleepers; on aarch64 a release followed by an acquire is.
+        Taking and releasing a lock uses atomic instructions. On x86 one of them is a full fence, needed only between
+        the arrival and the check for sleepers; on aarch64 a release followed by an acquire is.
         """
         self._lock.acquire()
         self._lock.release()

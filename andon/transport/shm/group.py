@@ -1,18 +1,17 @@
 """Workers of one machine exchange through shared memory.
 
-A *segment* is memory that every rank maps; `allocate` gives out tensors in it. A tensor that lies in a
-segment is *direct*: the other ranks read and write it in place. For a collective each rank publishes a
-*header* (the operation, and the *location* of its tensor), then all wait at the barrier
-(`andon.transport.shm.barrier`). To reduce, each rank takes its share of the elements, goes through it in
-*chunks* that stay in the cache, adds everybody's rows of a chunk in the one order, and writes the sum into
-everybody's first row; then all wait at the barrier again. Nothing is copied in or out. To gather, each rank
-copies the others' parts.
+A *segment* is memory that every rank maps; `allocate` gives out tensors in it. A tensor that lies in a segment is
+*direct*: the other ranks read and write it in place. For a collective each rank publishes a *header* (the operation,
+and the *location* of its tensor), then all wait at the barrier (`andon.transport.shm.barrier`). To reduce, each rank
+takes its share of the elements, goes through it in *chunks* that stay in the cache, adds everybody's rows of a chunk in
+the one order, and writes the sum into everybody's first row; then all wait at the barrier again. Nothing is copied in
+or out. To gather, each rank copies the others' parts.
 
-Any other tensor is *staged*: it goes piece by piece through two staging areas in turn, so that the next piece
-is copied in while this one is worked on, with one barrier per piece.
+Any other tensor is *staged*: it goes piece by piece through two staging areas in turn, so that the next piece is copied
+in while this one is worked on, with one barrier per piece.
 
-With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32, as on any transport; in
-shared memory that saves nothing and only gives the same bits.
+With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32, as on any transport; in shared
+memory that saves nothing and only gives the same bits.
 """
 
 from __future__ import annotations
@@ -253,8 +252,7 @@ class ShmGroup(Group):
         return (self._barrier.turn + 1) & 1
 
     def _publish(self, call: Call) -> bool:
-        """Publish this rank's header, wait, and read everyone's; whether they differ from those of last
-        time."""
+        """Publish this rank's header, wait, and read everyone's; whether they differ from those of last time."""
         memory, half = self._segments[0].memory, self._half()
         memory[self._layout.header(half, self.rank)] = call.header
         self._barrier.wait(call.name)

@@ -1,16 +1,15 @@
 """The ring: each rank sends to its right neighbour and receives from its left one, at the same time.
 
-The vector is cut into one *chunk* per rank. In the scatter-reduce, N - 1 *rounds*, every rank passes a chunk
-on and adds its own values to the one that arrives, until rank r holds the sum of chunk r. In the all-gather,
-again N - 1 rounds, the sums travel round once. Everything that arrives is passed on in the next round, except
-the last chunk; so an operation is one outgoing and one incoming stream, where piece i of what arrived is
-piece i + (pieces of the first chunk) of what leaves. Rounds need no barrier: a piece is passed on as soon as
-it has been added (`andon.transport.tcp.ring_schedule` has the order of the pieces).
+The vector is cut into one *chunk* per rank. In the scatter-reduce, N - 1 *rounds*, every rank passes a chunk on and
+adds its own values to the one that arrives, until rank r holds the sum of chunk r. In the all-gather, again N - 1
+rounds, the sums travel round once. Everything that arrives is passed on in the next round, except the last chunk; so an
+operation is one outgoing and one incoming stream, where piece i of what arrived is piece i + (pieces of the first
+chunk) of what leaves. Rounds need no barrier: a piece is passed on as soon as it has been added
+(`andon.transport.tcp.ring_schedule` has the order of the pieces).
 
-A rank sends 2(N - 1)/N of the vector and not more. With bf16 on the wire whatever is sent is rounded, sums
-are taken in f32 and rounded, and the owner of a chunk keeps its sum as it travels, so that all ranks end with
-the same bits. An all-gather on its own is exact. The order of addition is the ring's own, except with two
-ranks.
+A rank sends 2(N - 1)/N of the vector and not more. With bf16 on the wire whatever is sent is rounded, sums are taken in
+f32 and rounded, and the owner of a chunk keeps its sum as it travels, so that all ranks end with the same bits. An
+all-gather on its own is exact. The order of addition is the ring's own, except with two ranks.
 """
 
 from __future__ import annotations

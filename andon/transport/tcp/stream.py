@@ -22,8 +22,7 @@ from andon.transport.tcp.frames import LENGTH, payload_length
 TRIES: Final = 10
 """How often to yield the core and try again before sleeping: the next piece is often a moment away."""
 LOW_WATER_BYTES: Final = 1 << 19
-"""Wake up for no fewer bytes than these, unless fewer are missing: half of the cost of a small piece is the
-waking."""
+"""Wake up for no fewer bytes than these, unless fewer are missing: half of the cost of a small piece is the waking."""
 
 
 class StreamFailed(Exception):
