@@ -69,13 +69,14 @@ class PipelineBuffers:
     def __init__(self, leaves: int) -> None:
         self.leaves = leaves
         self._buffers = torch.empty(WINDOW, leaves, 4 * PIECE_ELEMENTS, dtype=torch.uint8)
+        self._floats = self._buffers.view(torch.float32).numpy()
         self._f32 = torch.empty(leaves, PIECE_ELEMENTS)
         self.bytes: list[list[memoryview]] = [[leaf.numpy().data for leaf in one] for one in self._buffers]
 
     def add_up(self, window: int, size: int, adds: Sequence[tuple[int, int]], kind: str) -> None:
         """Add the leaves of a piece in the one order; the sum ends in the first leaf."""
         if kind == "float32":
-            add_up(adds, list(self._buffers[window].view(torch.float32)[:, :size].numpy()))
+            add_up(adds, list(self._floats[window, :, :size]))
         elif adds:
             leaves, sums = self._buffers[window].view(torch.bfloat16)[:, :size], self._f32[:, :size]
             for leaf in {leaf for pair in adds for leaf in pair}:
