@@ -1,7 +1,5 @@
 """Errors that a person reads: what happened, the likely cause, what to try."""
 
-from __future__ import annotations
-
 
 class UserError(ValueError):
     """Something the user can put right; the command line prints its three lines and exits with 1."""

@@ -1,7 +1,5 @@
 """Atomic and durable writing: a file is there whole or not at all, and survives a loss of power."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

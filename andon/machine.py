@@ -1,7 +1,5 @@
 """Which machine this process runs on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from socket import gethostname
 

@@ -54,6 +54,13 @@ def test_units_start_on_cells_and_tensors_on_64_bytes_and_nothing_overlaps() -> 
     assert end == arena.layout.size
 
 
+def test_tensors_whose_sizes_do_not_divide_begin_on_64_bytes_all_the_same() -> None:
+    arena = Arena(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7)))
+    places = {name: piece.start for name, piece in arena.layout.slices.items()}
+    # The last layer comes first; a matrix of 35 takes 48 places, and the next layer begins on a cell.
+    assert places == {"1.weight": 0, "1.bias": 48, "0.weight": CELL, "0.bias": CELL + 16}
+
+
 def test_parameters_are_views_into_the_weights() -> None:
     model = make()
     before = {name: value.detach().clone() for name, value in model.named_parameters()}

@@ -139,8 +139,8 @@ DO_NOT_DECIDE = {
 
 
 def test_ranks_agree_on_what_decides_the_weights_and_on_nothing_else() -> None:
-    answer = load(None).answer
+    answer = load(None).determinism_key
     for key, value in DECIDE.items():
-        assert load(None, {key: value}).answer != answer, key
+        assert load(None, {key: value}).determinism_key != answer, key
     for key, value in DO_NOT_DECIDE.items():
-        assert load(None, {key: value}).answer == answer, key
+        assert load(None, {key: value}).determinism_key == answer, key

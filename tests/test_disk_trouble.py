@@ -193,7 +193,7 @@ def test_a_run_whose_folder_is_removed_goes_on_in_a_new_one(tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "gone")
     output = finish(process)
     assert process.returncode == 0, output
-    assert "was gone" in output
+    assert "was removed: later events are in a new file" in output
     assert summary(tmp_path / "run")["step"] == 30 and newest_good(tmp_path / "run")[1] == []
     assert names(list(read(tmp_path / "run")), "step")[-1] == 30
 

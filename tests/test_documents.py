@@ -7,21 +7,17 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from blake3 import blake3
 
 from andon.config.load import build, parse_arguments
 from andon.config.presets import DEFAULTS
-from tests.runs import SMALL, environment, train
+from tests.runs import SMALL, andon, environment, train
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -145,19 +141,23 @@ def test_the_commands_are_found() -> None:
     assert any(line.startswith("torchrun ") for line in found)
 
 
-def execute(folder: Path, line: str) -> tuple[int, str]:
-    """Run a command line in a shell, as a reader would: exit code and output."""
-    for placeholder, value in SUBSTITUTES.items():
-        line = line.replace(placeholder, value)
-    command = re.sub(r"^([A-Z]+=\S+ )*", "", line)
-    kind = max((known for known in APPENDED if command.startswith(known)), key=len, default="")
-    options = list(APPENDED.get(kind, []))
-    if kind in ("andon train", "torchrun"):
-        options.append(f"--run.dir=runs/{blake3(line.encode()).hexdigest(length=4)}")
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like a reader's after `make demo`, but small, with texts and a configuration."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "my-texts").mkdir()
+    (folder / "my-texts" / "one.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    (folder / "config.yaml").write_text(build({}, parse_arguments(SMALL)[1]).to_yaml())
+    train("--checkpoint.every=2", cwd=folder, name="runs/demo")
+    return folder
+
+
+def execute(line: str, folder: Path) -> tuple[int, str]:
+    """Run a command line that is not Andon's in a shell: exit code and output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["sh", "-c", f"{line} {shlex.join(options)}"],
-        cwd=ROOT if kind in ("make", "pytest") else folder,
+        ["sh", "-c", line],
+        cwd=folder,
         env={**environment(folder), "PATH": path, "PYTHONPATH": str(ROOT)},
         text=True,
         stdout=subprocess.PIPE,
@@ -167,29 +167,22 @@ def execute(folder: Path, line: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.fixture(scope="module")
-def executed(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[dict[str, Future[tuple[int, str]]]]:
-    """The chosen commands, two at a time, in a folder like a reader's after `make demo`, but small."""
-    folder = tmp_path_factory.mktemp("reader")
-    (folder / "my-texts").mkdir()
-    (folder / "my-texts" / "one.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    (folder / "config.yaml").write_text(build({}, parse_arguments(SMALL)[1]).to_yaml())
-    train("--checkpoint.every=2", cwd=folder, name="runs/demo")
-    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    with ThreadPoolExecutor(2) as pool:
-        yield {params["line"]: pool.submit(execute, folder, params["line"]) for params in chosen if "line" in params}
-
-
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("line", commands())
-def test_every_command_in_the_documents_runs(executed: dict[str, Future[tuple[int, str]]], line: str) -> None:
-    if "--rate" in line and (os.geteuid() or not all(map(shutil.which, ("unshare", "ip", "tc")))):
-        pytest.skip("no network of its own can be made here")
-    code, output = executed[line].result()
+def test_every_command_in_the_documents_runs(workplace: Path, tmp_path: Path, line: str) -> None:
+    for placeholder, value in SUBSTITUTES.items():
+        line = line.replace(placeholder, value)
+    command = re.sub(r"^([A-Z]+=\S+ )*", "", line)
+    kind = max((known for known in APPENDED if command.startswith(known)), key=len, default="")
+    options = [*APPENDED.get(kind, []), *([f"--run.dir={tmp_path}"] if kind in ("andon train", "torchrun") else [])]
+    line = f"{line} {shlex.join(options)}"
+    if command.startswith("andon"):
+        code, output = andon(*shlex.split(line)[1:], cwd=workplace)
+    else:
+        code, output = execute(line, ROOT if kind in ("make", "pytest") else workplace)
+    if "--rate 4gbit is not possible here" in output:
+        pytest.skip(output)
     assert code == (3 if "--fault" in line else 0), output
-    if line.startswith("andon bench transport"):
+    if kind == "andon bench transport":
         rows = [json.loads(text) for text in output.splitlines() if text.startswith("{")]
         assert [row["transport"] for row in rows] == ["gloo", "shm", "ring:bf16"]
         assert all(row.keys() >= ROW for row in rows)

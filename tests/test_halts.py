@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from andon.integrity.halt import Flaw, find_flaw
 from tests import oracle
 from tests.runs import andon, events
 
@@ -38,6 +40,13 @@ def test_a_bad_gradient_is_named_with_its_rank_slot_samples_and_element(tmp_path
     assert (found["parameter"], found["count"], found["first"], found["kind"]) == (*("model.norm.weight", 1, 8), name)
     assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2]
     assert saved_steps(tmp_path) == [2]
+
+
+def test_a_flaw_names_the_first_of_its_elements_and_both_kinds() -> None:
+    values = torch.tensor([[1.0, 2.0, float("nan")], [float("inf"), 3.0, float("-inf")]])
+    assert find_flaw("w", values) == Flaw("w", 3, 2, "NaN and Inf")
+    assert find_flaw("w", torch.tensor([0.0, float("-inf")])) == Flaw("w", 1, 1, "Inf")
+    assert find_flaw("w", torch.tensor([0.0, 3e38])) is None
 
 
 def flips(*ranks: int) -> list[str]:

@@ -169,5 +169,5 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 def test_what_this_decoder_does_not_do_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     save(make(SMALL), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(to_hub(SMALL, end_token=0) | change))
-    with pytest.raises(UserError, match="no plain Llama"):
+    with pytest.raises(UserError, match="not a plain Llama"):
         load_model(tmp_path)

@@ -1,7 +1,5 @@
 """One rank of the checkpoint benchmark: `python -m andon.bench.checkpoint_rank TASK` prints its timings."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

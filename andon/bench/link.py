@@ -5,8 +5,6 @@ the system's default, which may pace what they send (bbr), and cannot be set fro
 its own the default is the same for all. With a rate, the loopback carries no more than that.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

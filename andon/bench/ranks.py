@@ -1,7 +1,5 @@
 """Running the ranks of a benchmark: one process each, their results as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Each rank holds the same model several times: under Andon's step and under what 
 turns, a step each, so that what disturbs the machine disturbs all of them alike.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -5,8 +5,6 @@ disturbs the machine disturbs all of them alike. A turn is a few all-reduces in 
 large), between two barriers.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Background threads of a save."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -2,8 +2,6 @@
 that travels with every step's exchange. Everything else about saving lies behind these calls.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

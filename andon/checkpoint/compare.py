@@ -1,7 +1,5 @@
 """Comparing two checkpoints tensor by tensor, whatever the number of workers that wrote them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which checkpoints there are, from their names alone: no torch needed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -6,8 +6,6 @@ for byte what `render` makes of its content, so that no flipped bit can hide in 
 its manifest is, and every file has the recorded size and digest. Verifying takes constant memory.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A piece is named `KIND.PARAMETER[lo:hi]`: elements lo to hi of a parameter, flat
 cover every parameter exactly once, so that any number of ranks can load them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """How far a run has come: what a checkpoint's `state.json` must bring back besides weights and optimizer state."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ is lost or the deadline has passed. Every rank runs this machine on the same sta
 that all are in the same phase at the same step.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 Digests = tuple[str, ...]

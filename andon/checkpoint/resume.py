@@ -4,8 +4,6 @@ If all ranks see the same checkpoint, each reads its own part, and what it reads
 Otherwise rank 0 reads everything and sends it to the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Mapping

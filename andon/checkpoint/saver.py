@@ -11,8 +11,6 @@ checkpoint. Where no step follows that could carry the statuses (the last step, 
 while a save runs) `finish` exchanges them by themselves, every `HEARTBEAT` seconds, until the save has ended.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

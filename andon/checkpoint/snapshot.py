@@ -6,8 +6,6 @@ forward and backward. The buffers are kept for the next save. The same pass take
 of the copy where there is one, and elsewhere of the weights themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

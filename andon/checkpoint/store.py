@@ -6,8 +6,6 @@ weights are bf16, their f32 `master…`), each file written by one rank; `state.
 `manifest.json` proves all of it. Everything is written into a temporary folder of the same disk, synced, and renamed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -13,8 +13,6 @@ One frame per message (tag 0x10, then a JSON object with its `kind`). The dialog
   worker       bye      "I am done, with this exit code"
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from typing import Any, Final

@@ -4,8 +4,6 @@ It holds no weights and sees no gradient. One thread per worker reads its contro
 dialogue). A worker has *left* when it has sent its exit code, and is *lost* when its connection ended without one.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections import defaultdict

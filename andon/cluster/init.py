@@ -1,7 +1,5 @@
 """`andon.init`: the group of a process that runs a script of the user's own."""
 
-from __future__ import annotations
-
 import os
 
 import torch

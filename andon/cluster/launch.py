@@ -1,7 +1,5 @@
 """A run as its launcher sees it: the folder, the data, a coordinator, the workers, and a clean end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """One rank's training session: device, group, trainer. The same for every way of starting."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Signals: the first Ctrl-C or SIGTERM saves and leaves, the same signal again ends the process."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from types import FrameType

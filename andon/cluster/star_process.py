@@ -4,8 +4,6 @@ The first line of its standard input is the token that workers must show; it pri
 when its standard input ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -4,8 +4,6 @@ There is no coordinator: the store of the process group is the rendezvous, and r
 and records the events.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """`andon checkpoint ls | verify | diff | prune`."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

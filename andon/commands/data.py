@@ -1,7 +1,5 @@
 """`andon prepare` and `andon data show`: what a corpus holds, and the text of single windows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """`andon doctor`: the facts about this machine that a bug report needs."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -4,8 +4,6 @@ Each drill is a real training run of a very small model on real workers with one
 (`andon.integrity.faults`), in a temporary folder.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`andon generate` and `andon evaluate`: write text with a checkpoint, and measure it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

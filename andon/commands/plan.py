@@ -1,7 +1,5 @@
 """`andon plan`: memory and traffic of a run, and what other settings would change."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

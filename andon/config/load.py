@@ -3,8 +3,6 @@
 An error names the key, the value and what is allowed.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

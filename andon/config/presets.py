@@ -1,7 +1,5 @@
 """Presets: what `model.preset` means: a shape (`andon.model.shape`) and defaults that train it well."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from andon.config.schema import ModelConfig, Preset

@@ -6,8 +6,6 @@ that is computed and never stored: a Feistel network over the next power of four
 in range. The samples of a step are dealt to its slots in turn (C-SHARD-001).
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np

@@ -5,8 +5,6 @@ another path finds it again. It is built in a temporary folder and renamed at th
 name is complete. If two processes build the same one, the slower discards its own.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -5,8 +5,6 @@ It is read in *pieces* of at most 64 KiB, cut after a newline where there is one
 small pieces keep the encoder's memory small and its threads busy. Invalid UTF-8 becomes U+FFFD and is counted.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -11,8 +11,6 @@ and no two plots the same story, so a text has at most one derivation. Therefore
 entropy of a story is the sum of the entropies of its choices.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache

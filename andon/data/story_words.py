@@ -5,8 +5,6 @@ must remember only the hero and the colour, and most repeated words follow from 
 learns to write consistent stories within a few million tokens.
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 
 # Chosen once in a story that mentions them.

@@ -5,8 +5,6 @@ slot a unit is *ready* when every parameter of it has its gradient. Ready units 
 the merges that are left, so that the exchange goes on while backward computes the units after them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ Weights are f32 or bf16, as the model's parameters are; the layout is counted in
 on it. Gradients are f32 in either case.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ unit has failed, the units after it fail with its error. Updated weights are gat
 (`engine.gather`), so that the group is never used by two collectives at once.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ reads weights through the arena waits for what is still on its way, and so does 
 whole, or with `overlap` unit by unit, so that the gather goes on while forward computes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future

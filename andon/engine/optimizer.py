@@ -3,8 +3,6 @@
 No weight changes before every rank has agreed on the verdict, and every rank comes to the same one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

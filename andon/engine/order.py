@@ -8,8 +8,6 @@ of the buffer. A *leaf* is one such node as contributed by its rank; whoever red
 order of `Order.adds`, and gets bitwise what one worker would have got, for every number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -5,8 +5,6 @@ Only parameters that require gradients take part, so a LoRA model exchanges its 
 parameters are bf16 is trained on an f32 master, taken from them when it is handed over.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import Tensor, nn

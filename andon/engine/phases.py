@@ -7,8 +7,6 @@ Times add up over the slots of a step. `on_enter` is told of every phase as it b
 inside a save; the drills hang on it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The trainer: one worker's part of a step. Every rank runs the same lines."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ number, the learning rate, the configuration) have a fingerprint too. With three
 rank is wrong.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol

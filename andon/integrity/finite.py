@@ -7,8 +7,6 @@ its contribution before the reduce: it sums every gradient right after backward,
 (`GradientSums`), and a sum that is not finite has the unit looked at element by element.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Sampling text from a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

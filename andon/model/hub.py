@@ -1,7 +1,5 @@
 """Hugging Face's Llama format: `model.safetensors` and `config.json`, out and in."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ f32 where the parameter allows it (`grad_dtype`). Backward converts it again ins
 copies of all layers would take the memory of f32 weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Modules carry Hugging Face's names, so a state dict is a checkpoint. A block has
 down and two norms. Shapes in comments: B windows, T tokens, H heads, K key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

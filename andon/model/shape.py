@@ -1,7 +1,5 @@
 """The shape of a model: sizes, parameter count and the named presets; needs no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

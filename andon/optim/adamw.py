@@ -4,8 +4,6 @@ Where the weights are bf16, the state also holds the *master*: the same weights 
 master, and the weights are the master rounded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A *part* is a range [start, stop) of the arena. The state holds the parts one af
 rank keeps state only for the parts that it owns. A new optimizer is one file with a subclass of `UpdateRule`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Learning-rate schedules: pure functions of the step."""
 
-from __future__ import annotations
-
 import math
 
 

@@ -1,7 +1,5 @@
 """A background thread that sends heartbeats."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 `andon.transport.tcp.frames` has the encoding of fields. A version-2 peer refuses frames above 100 MB.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Final
 

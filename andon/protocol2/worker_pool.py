@@ -4,8 +4,6 @@ A worker that disconnects, stalls or breaks the protocol is dropped, and the oth
 failure is kept for the caller to raise when the others have been served.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """From a configuration to a trainer: the one place where the parts of a run are put together."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """What a user sees of a run: plan, progress, samples, halt, end; plain lines without a terminal."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

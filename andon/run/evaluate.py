@@ -1,7 +1,5 @@
 """How good a model is: loss on held-out windows, bits per byte, and the share of valid stories."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ An event is a flat JSON object with its kind under `event` and the time in secon
 `metrics.jsonl` holds them all. `summary.json` holds the last `done`, `halt.json` the last `halt`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

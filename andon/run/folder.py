@@ -1,7 +1,5 @@
 """The folder of a run: its lock, and the checkpoint to resume from."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The loop of a run: steps, and what happens between them: events, evaluation, samples, the end."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

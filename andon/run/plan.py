@@ -10,8 +10,6 @@ Traffic is what one rank sends in a step, on average over the ranks; in shared m
 memory and others'. Norms and fingerprints are left out: less than a thousandth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final

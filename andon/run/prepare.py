@@ -1,7 +1,5 @@
 """From a configuration to tokens on disk, with a progress bar."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

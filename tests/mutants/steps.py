@@ -66,7 +66,7 @@ MUTANTS = [
         "engine/arena.py",
         "at += round_up(value.numel(), ALIGN)",
         "at += value.numel()",
-        ("test_arena.py",),
+        ("test_arena.py::test_tensors_whose_sizes_do_not_divide_begin_on_64_bytes_all_the_same",),
     ),
     Mutant(
         "blocks-forward",
@@ -228,7 +228,7 @@ MUTANTS = [
         "integrity/fingerprint.py",
         'raise JidokaHalt(step, "; ".join(self._differences(everyone)), sound=False)',
         'raise JidokaHalt(step, "; ".join(self._differences(everyone)))',
-        ("test_halts.py::test_a_majority_blames_the_others",),
+        ("test_halts.py::test_a_tie_blames_nobody",),
     ),
     Mutant(
         "first-bad-element",
@@ -236,7 +236,7 @@ MUTANTS = [
         "integrity/halt.py",
         "int(bad.to(torch.uint8).argmax())",
         "len(bad) - 1 - int(bad.flip(0).to(torch.uint8).argmax())",
-        ("test_cord.py",),
+        ("test_halts.py::test_a_flaw_names_the_first_of_its_elements_and_both_kinds",),
     ),
     Mutant(
         "inf-is-nan",

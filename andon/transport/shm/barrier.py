@@ -9,8 +9,6 @@ futex). A rank that arrives wakes the others only if one of them sleeps. Sleeper
 whether a late peer has died (its pidfd becomes readable, also for a zombie), has left, or has timed out.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

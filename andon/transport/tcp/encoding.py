@@ -5,8 +5,6 @@ torch operation on many elements would wake torch's other threads and wait for a
 cores takes longer than the work itself. numpy has no threads, and torch stays on one below GRAIN elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final

@@ -8,8 +8,6 @@ it leaves. The first verdict stands, and it shuts down the data connections, whi
 data. So a rank that merely waits for another one that waits is never blamed.
 """
 
-from __future__ import annotations
-
 import selectors
 import socket
 import threading

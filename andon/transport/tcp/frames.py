@@ -9,8 +9,6 @@ Decoding trusts nothing: a count is compared with the bytes that are there befor
 must fill the payload exactly. Floats are views of the payload, not copies.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -5,8 +5,6 @@ pieces of every chunk, and goes all the way round before the next one begins. A 
 in the cache meanwhile, and large enough to keep the neighbours busy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise

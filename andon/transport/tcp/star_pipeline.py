@@ -14,8 +14,6 @@ targets have it, its buffers serve the next piece. So the server holds a few pie
 the vector. A rank that is ahead is not read from until a buffer is free, and waits in its own send.
 """
 
-from __future__ import annotations
-
 import socket
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 All ranks announce the same operation; then its pieces pass through (`andon.transport.tcp.star_pipeline`).
 """
 
-from __future__ import annotations
-
 import select
 import socket
 from collections import Counter
