@@ -21,7 +21,7 @@ import torch
 from andon.engine.order import make_order, shares
 from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings, Wire
 from andon.transport.tcp.ring import RingGroup
-from tests.group_harness import World
+from tests.group_harness import World, reach_barrier
 
 SECONDS = 20.0
 
@@ -273,6 +273,7 @@ def test_every_survivor_names_the_killed_rank_within_a_second(victim: int) -> No
 
 def test_every_survivor_names_the_stopped_rank_within_the_timeout() -> None:
     with World("ring", 5, timeout=1.5) as ranks:
+        ranks.run(reach_barrier)
         outcomes = ranks.outcomes(reduce_until_failure, 3, signal.SIGSTOP, 4_000_000, deadline=6.0)
         assert outcomes.pop(3).error == "Late"
         for outcome in outcomes:

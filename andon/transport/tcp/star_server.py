@@ -18,6 +18,8 @@ from andon.transport.tcp.frames import Operation, decode
 from andon.transport.tcp.star_pipeline import Pipeline, PipelineBuffers
 from andon.transport.tcp.stream import MessageReader, read_frame
 
+JOIN_SECONDS: Final = 600.0
+"""How long to wait for the ranks, which may take much longer to start than an operation may stall."""
 LONGEST_ANNOUNCEMENT: Final = 1 << 20
 MOST_SLOTS: Final = 1 << 20
 KINDS: Final = {"all-reduce": ("float32", "bf16"), "reduce-scatter": ("float32", "bf16"), "all-gather": ("uint8",)}
@@ -39,7 +41,7 @@ class StarServer:
         ranks = range(self.world_size)
         expected = {(channel, rank) for channel in ("data", "heartbeat") for rank in ranks}
         try:
-            came = self._acceptor.accept(expected, self.timeout)
+            came = self._acceptor.accept(expected, JOIN_SECONDS)
         except OSError:
             if not self._closed:
                 raise
