@@ -57,6 +57,11 @@ class Outcome:
     seconds: float = 0.0
 
 
+def reach_barrier(group: Group) -> None:
+    """Do nothing but wait for all: afterwards every rank has started and opened its group."""
+    group.barrier()
+
+
 class World:
     """The ranks of one group, each a process."""
 

@@ -148,6 +148,10 @@ SPOILS: dict[str, tuple[Spoil, str]] = {
     ),
     "another length": (lambda w: w.send_gradient(7, [1.0, 2.0], 1.0, 1, 1), "another shape"),
     "too large a frame": (lambda w: w.sock.sendall(struct.pack(">I", 100_000_001)), "100,000,001 bytes"),
+    "an endless head": (
+        lambda w: w.sock.sendall(struct.pack(">I", 90_000_000) + struct.pack("<BQIIII", 8, 7, 1, 0, 24, 20_000_000)),
+        "80,000,025 bytes before its floats",
+    ),
     "an empty frame": (lambda w: w.sock.sendall(bytes(4)), "0 bytes"),
     "an unknown tag": (lambda w: w.send(b"\x77"), "0x77"),
     "a false count": (
@@ -214,6 +218,15 @@ def test_a_gradient_that_is_not_finite_halts_and_names_worker_step_and_place(val
             server.collect_and_reduce_non_block(5, 1)
         server.shutdown_workers()
         assert [worker.receive() for worker in workers] == [b"\x07", b"\x07"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_halts_too(value: float) -> None:
+    with session(2) as (server, workers):
+        for worker in workers:
+            worker.send_gradient(3, [1.0], value if worker.worker_id == 1 else 1.0, 1, 1)
+        with pytest.raises(NonFiniteGradient, match=r"worker 1 .* step 3 .loss"):
+            server.collect_and_reduce(3)
 
 
 def test_a_worker_that_breaks_off_in_the_middle_is_lost_and_the_others_go_on() -> None:

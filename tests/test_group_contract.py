@@ -18,7 +18,7 @@ import torch
 
 from andon.engine.order import Order, make_order
 from andon.transport.base import TRANSPORTS, Group, GroupError, Wire
-from tests.group_harness import SIZES, World, world, worlds
+from tests.group_harness import SIZES, World, reach_barrier, world, worlds
 
 WIRES: tuple[Wire, ...] = ("f32", "bf16")
 HUGE = 10_000_000
@@ -196,6 +196,7 @@ def test_survivors_name_a_killed_peer_within_a_second(transport: str, size: int)
 def test_survivors_name_a_stopped_peer_within_the_timeout(transport: str, size: int) -> None:
     victim = 1
     with World(transport, size, timeout=2.0) as ranks:
+        ranks.run(reach_barrier)
         outcomes = ranks.outcomes(reduce_until_failure, victim, signal.SIGSTOP, deadline=5.0)
         assert outcomes.pop(victim).error == "Late"
         for outcome in outcomes:

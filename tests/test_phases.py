@@ -89,6 +89,28 @@ def test_a_save_that_takes_too_long_is_given_up_and_names_who_is_late() -> None:
     assert phase(save) is Phase.TRAINING and "rank 1, 2 did not finish requested within 10 s" in save.reason
 
 
+def test_a_save_after_one_that_failed_starts_afresh() -> None:
+    save = begun(2)
+    save.fail(1, save.turn, "No space left on device")
+    save.ack(0, save.turn, ())
+    assert phase(save) is Phase.TRAINING and save.request(2)
+    assert save.awaited == [0, 1] and save.reason == ""
+    for rank in (0, 1):
+        save.ack(rank, save.turn, ())
+    assert phase(save) is Phase.SYNCED
+
+
+def test_what_is_complete_is_not_given_up() -> None:
+    save = begun(1)
+    save.ack(0, save.turn, ())
+    save.begin_writing()
+    save.wrote(0, save.turn)
+    save.complete(save.turn)
+    save.abort("rank 1 was lost")
+    save.check_deadline(10 * SECONDS)
+    assert phase(save) is Phase.COMPLETE and save.reason == ""
+
+
 class Oracle:
     """What must hold, from the words alone: who acked with what, who wrote, whether anything failed."""
 

@@ -21,7 +21,7 @@ import torch
 from andon.engine.order import make_order, shares
 from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings, Wire
 from andon.transport.tcp.ring import RingGroup
-from tests.group_harness import World
+from tests.group_harness import World, reach_barrier
 
 SECONDS = 20.0
 
@@ -179,7 +179,7 @@ def test_rubbish_from_a_neighbour_is_refused_everywhere() -> None:
 def test_rubbish_on_a_watch_link_is_refused() -> None:
     for rubbish in (b"\xff" * 100, struct.pack(">I", 1) + b"\x99", struct.pack(">I", 1) + b"\x07"):
         with ring(3) as groups:
-            groups[1]._detector._links[0].send(rubbish)
+            groups[1]._detector.links[0].send(rubbish)
             errors = everyone([groups[0], groups[2]], lambda group: group.barrier())
             assert [type(error) for error in errors] == [ProtocolError] * 2
             assert all("rank 1" in str(error) for error in errors)
@@ -273,6 +273,7 @@ def test_every_survivor_names_the_killed_rank_within_a_second(victim: int) -> No
 
 def test_every_survivor_names_the_stopped_rank_within_the_timeout() -> None:
     with World("ring", 5, timeout=1.5) as ranks:
+        ranks.run(reach_barrier)
         outcomes = ranks.outcomes(reduce_until_failure, 3, signal.SIGSTOP, 4_000_000, deadline=6.0)
         assert outcomes.pop(3).error == "Late"
         for outcome in outcomes:

@@ -1,6 +1,6 @@
 """What the machine can do at best: a plain memory copy, and a bare TCP connection with both directions busy.
 
-The connection goes to a child process, `python -m andon.bench.bounds PORT BYTES`. Each end sends from one
+The connection goes to a child process, `python -m andon.bench.bounds PORT`. Each end sends from one
 thread and receives in another.
 """
 
@@ -9,45 +9,34 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 
 SIZE = 64 << 20
+REPETITIONS = 5
 
 
-@dataclass
-class Bounds:
-    """In GB/s; the connection: each way."""
-
-    copy_gb_s: float
-    socket_gb_s: float
+def measure_bounds() -> dict[str, float]:
+    """In GB/s, the connection each way; the best of several repetitions."""
+    return {"copy_gb_s": SIZE / min(_copy() for _ in range(REPETITIONS)) / 1e9, "socket_gb_s": SIZE / _duplex() / 1e9}
 
 
-def measure_bounds(size: int = SIZE, repetitions: int = 5) -> Bounds:
-    """Measure both; the best of several repetitions."""
-    copy = min(_copy(size) for _ in range(repetitions))
-    return Bounds(size / copy / 1e9, size / _socket_pair(size, repetitions) / 1e9)
-
-
-def _copy(size: int) -> float:
-    source, target = bytearray(b"1") * size, bytearray(b"0") * size
+def _copy() -> float:
+    source, target = bytearray(b"1") * SIZE, bytearray(b"0") * SIZE
     started = time.perf_counter()
     target[:] = source
     return time.perf_counter() - started
 
 
-def _socket_pair(size: int, repetitions: int) -> float:
+def _duplex() -> float:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        command = [sys.executable, "-m", "andon.bench.bounds", str(port), str(size), str(repetitions)]
-        child = subprocess.Popen(command)
+        child = subprocess.Popen([sys.executable, "-m", "andon.bench.bounds", str(listener.getsockname()[1])])
         with listener.accept()[0] as connection:
-            seconds = _exchange(connection, size, repetitions)
+            seconds = _exchange(connection)
         child.wait()
         return seconds
 
 
-def _exchange(connection: socket.socket, size: int, repetitions: int) -> float:
-    outgoing, incoming = bytes(size), bytearray(size)
+def _exchange(connection: socket.socket) -> float:
+    outgoing, incoming = bytes(SIZE), bytearray(SIZE)
 
     def receive() -> None:
         view = memoryview(incoming)
@@ -57,7 +46,7 @@ def _exchange(connection: socket.socket, size: int, repetitions: int) -> float:
             view = view[count:]
 
     best = float("inf")
-    for _ in range(repetitions):
+    for _ in range(REPETITIONS):
         started = time.perf_counter()
         receiver = threading.Thread(target=receive)
         receiver.start()
@@ -68,6 +57,5 @@ def _exchange(connection: socket.socket, size: int, repetitions: int) -> float:
 
 
 if __name__ == "__main__":
-    _port, _size, _repetitions = map(int, sys.argv[1:])
-    with socket.create_connection(("127.0.0.1", _port)) as _connection:
-        _exchange(_connection, _size, _repetitions)
+    with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as _connection:
+        _exchange(_connection)

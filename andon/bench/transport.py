@@ -7,38 +7,22 @@ the machine are measured with it: a plain memory copy, and a bare full-duplex TC
 the same congestion control (`andon.bench.link`).
 """
 
-import json
 import statistics
 import threading
-from dataclasses import asdict, dataclass
+from typing import Any
 
-from andon.bench.bounds import Bounds, measure_bounds
+from andon.bench.bounds import measure_bounds
 from andon.bench.ranks import run_ranks
+from andon.bench.report import show
 from andon.errors import UserError
 from andon.transport.base import TRANSPORTS
 
 MB = 1 << 20
-SIZES = (64 << 10, 1 * MB, 16 * MB, 64 * MB, 256 * MB)
 MEAN_FROM = 1 * MB  # geometric means leave out what is smaller: it measures latency
 
 
-@dataclass
-class Row:
-    """One transport, number of ranks and size."""
-
-    transport: str
-    ranks: int
-    mb: float
-    ms: float
-    gloo_ms: float
-    ratio: float
-    bus_gb_s: float
-    cpu_s_per_gb: float
-
-
-def run(transports: list[str], ranks: list[int], sizes: list[int], repetitions: int = 7) -> tuple[list[Row], Bounds]:
-    """Measure every transport and gloo, for each number of ranks and size in bytes."""
-    bounds = measure_bounds()
+def run(transports: list[str], ranks: list[int], sizes: list[int], repetitions: int) -> list[dict[str, Any]]:
+    """Measure every transport and gloo: a row for each number of ranks and size in bytes."""
     rows = []
     for count in ranks:
         for size, timings in _run_ranks(transports, count, sizes, repetitions).items():
@@ -46,47 +30,33 @@ def run(transports: list[str], ranks: list[int], sizes: list[int], repetitions: 
             for name, samples in timings.items():
                 ms = 1e3 * statistics.median(seconds for seconds, _ in samples)
                 gigabytes = size / 1e9
-                bus = 2 * (count - 1) / count * gigabytes / (ms / 1e3)
-                processor = statistics.median(processor for _, processor in samples) / gigabytes
-                rows.append(Row(name, count, size / MB, ms, gloo_ms, gloo_ms / ms, bus, processor))
-    return rows, bounds
+                row = {"transport": name, "ranks": count, "mb": size / MB, "ms": ms, "gloo_ms": gloo_ms}
+                row |= {"ratio": gloo_ms / ms, "bus_gb_s": 2 * (count - 1) / count * gigabytes / (ms / 1e3)}
+                processor = statistics.median(processor for _, processor in samples)
+                rows.append({**row, "cpu_s_per_gb": processor / gigabytes})
+    return rows
 
 
-def means(rows: list[Row]) -> dict[tuple[str, int], float]:
+def means(rows: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
     """The geometric mean of the ratios over the sizes from 1 MB, per transport and number of ranks."""
     ratios: dict[tuple[str, int], list[float]] = {}
     for row in rows:
-        if row.mb * MB >= MEAN_FROM:
-            ratios.setdefault((row.transport, row.ranks), []).append(row.ratio)
+        if row["mb"] * MB >= MEAN_FROM:
+            ratios.setdefault((row["transport"], row["ranks"]), []).append(row["ratio"])
     return {key: statistics.geometric_mean(values) for key, values in ratios.items()}
 
 
-def main(
-    transports: list[str], ranks: list[int], sizes: list[int], repetitions: int = 7, as_json: bool = False
-) -> None:
+def main(transports: list[str], ranks: list[int], sizes: list[int], repetitions: int, as_json: bool) -> None:
     """Measure and print: a table for people, or one JSON row per line for scripts."""
-    rows, bounds = run(transports, ranks, sizes, repetitions)
-    if as_json:
-        for row in rows:
-            print(json.dumps({**asdict(row), **asdict(bounds)}))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="all-reduce, f32, one thread per rank")
-    for heading in ("ranks", "MB", "transport", "ms", "bus GB/s", "CPU s/GB", "× gloo"):
-        table.add_column(heading, justify="left" if heading == "transport" else "right")
-    for row in rows:
-        cells = (f"{row.ms:.3f}", f"{row.bus_gb_s:.2f}", f"{row.cpu_s_per_gb:.2f}", f"{row.ratio:.2f}")
-        table.add_row(str(row.ranks), f"{row.mb:g}", row.transport, *cells)
-    console = Console()
-    console.print(table)
-    for (name, count), ratio in means(rows).items():
-        console.print(f"{name}, {count} ranks: {ratio:.2f} × gloo, geometric mean over sizes from 1 MB")
-    console.print(
-        f"bounds: memory copy {bounds.copy_gb_s:.1f} GB/s, bare full-duplex socket "
-        f"{bounds.socket_gb_s:.2f} GB/s each way"
-    )
+    bounds = measure_bounds()
+    rows = run(transports, ranks, sizes, repetitions)
+    notes = [
+        f"{name}, {count} ranks: {mean:.2f} × gloo, geometric mean over sizes from 1 MB"
+        for (name, count), mean in means(rows).items()
+    ]
+    notes.append("bounds: memory copy {copy_gb_s:.1f} GB/s, socket {socket_gb_s:.2f} GB/s each way".format(**bounds))
+    rows = [{**row, **bounds} for row in rows] if as_json else rows
+    show("all-reduce, f32, one thread per rank; ratio: gloo's time over it", rows, as_json, notes)
 
 
 def parse_size(text: str) -> int:

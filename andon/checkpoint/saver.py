@@ -84,13 +84,6 @@ class Saver:
         self._try(step)
         self.stall = time.perf_counter() - started
 
-    def save_now(self, step: int, texts: Mapping[str, str]) -> None:
-        """Save the current step and wait until it is on disk."""
-        self.request(step, texts)
-        self.finish()
-        if self.failure:
-            raise self.failure
-
     def _try(self, step: int) -> None:
         self._attempt += 1
         self._records, self._publishing, self._cancel = {}, False, threading.Event()

@@ -7,6 +7,7 @@ the merges that are left, so that the exchange goes on while backward computes t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from andon.engine.order import Fold
 
 OnGradient = Callable[[int, str, Tensor], None]
 """Called with the slot, the parameter's name and its fresh gradient."""
-Inspect = Callable[[str, Tensor], None]
+Inspect = Callable[[str, Tensor], Any]
 """Called with a parameter's name and its fresh gradient."""
 
 
@@ -90,9 +91,10 @@ class Accumulator:
             raise RuntimeError("an earlier backward failed in the middle: the gradients of this step are lost")
         return self.next_slot
 
-    def inspect(self, loss: Tensor, slot: int, look: Inspect) -> None:
-        """Backward of a slot again, only to look at each parameter's gradient."""
-        self._inspection = (slot, look)
+    def inspect(self, loss: Tensor, slot: int, look: Inspect) -> list[Any]:
+        """Backward of a slot again, only to look at each parameter's gradient; what `look` gave for each."""
+        seen: list[Any] = []
+        self._inspection = (slot, lambda name, gradient: seen.append(look(name, gradient)))
         for parameter in self.arena.parameters.values():
             parameter.grad = None
             set_grad_out(parameter, None)
@@ -100,6 +102,7 @@ class Accumulator:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
             self._inspection = None
+        return seen
 
     def close(self) -> None:
         """Let go of the model."""

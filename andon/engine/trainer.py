@@ -3,7 +3,7 @@
 import contextlib
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from andon.checkpoint.checkpointer import Checkpointer
 from andon.checkpoint.progress import Progress
 from andon.engine.optimizer import Optimizer, Totals
-from andon.integrity.halt import Finding, Flaw, Inspection, JidokaHalt, share_findings
+from andon.integrity.halt import Finding, Flaw, JidokaHalt, find_flaw, share_findings
 
 IntArray = npt.NDArray[np.int64]
 
@@ -123,22 +123,21 @@ class Trainer:
         units = {unit for culprit, unit in totals.bad_units if culprit == rank}
         found = []
         for slot in self.model.slots:
-            inspection = Inspection()
             x, y = self.batch(step, slot)
             with self.autocast():
                 loss = self.model(x, y)
-            inspection.look("loss", loss.detach())
-            self.model.gradients.inspect(loss, slot, inspection.look)
-            for flaw in inspection.flaws:
-                unit = layout.unit_of(flaw.name) if flaw.name != "loss" else "loss"
+            flaws = [find_flaw("loss", loss.detach()), *self.model.gradients.inspect(loss, slot, find_flaw)]
+            for flaw in filter(None, flaws):
+                unit = layout.unit_of(flaw.parameter) if flaw.parameter != "loss" else "loss"
                 units.discard(unit)
                 found.append(self._finding(step, slot, unit, flaw))
         passing = Flaw("", 0, 0, "a value that is not finite")
         return found + [self._finding(step, None, unit, passing) for unit in sorted(units)]
 
     def _finding(self, step: int, slot: int | None, unit: str, flaw: Flaw) -> Finding:
-        samples = () if slot is None else tuple(self.batches.windows(step, slot))
-        return Finding(self.model.membership.rank, socket.gethostname(), slot, samples, unit, flaw)
+        samples = [] if slot is None else self.batches.windows(step, slot)
+        rank, host = self.model.membership.rank, socket.gethostname()
+        return Finding(**asdict(flaw), rank=rank, host=host, slot=slot, samples=samples, unit=unit)
 
     def batch(self, step: int, slot: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a slot, on the device."""

@@ -6,11 +6,9 @@ weights and samples, and looks at every gradient. The findings of all ranks are 
 raised, so that every rank raises the same one.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,41 +21,28 @@ from andon.transport.base import Group
 class Flaw:
     """What is wrong with one tensor: how many elements are not finite, the first of them, NaN or Inf."""
 
-    name: str
+    parameter: str
     count: int
     first: int
     kind: str
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Flaw):
     """A flaw, and where it comes from. No slot: it was not there when the slots were computed again."""
 
     rank: int
     host: str
     slot: int | None
-    samples: tuple[int, ...]
+    samples: list[int]
     unit: str
-    flaw: Flaw
 
     def __str__(self) -> str:
         where = f"rank {self.rank} on {self.host}"
         if self.slot is None:
-            return f"{where}: {self.flaw.kind} in {self.unit}, not seen when computed again (a passing fault?)"
-        amount = f"{self.flaw.count:,} elements, first at {self.flaw.first:,}"
-        return f"{where}, slot {self.slot}: {self.flaw.kind} in {self.flaw.name} ({amount})"
-
-    def fields(self) -> dict[str, Any]:
-        """As JSON."""
-        flaw = {"parameter": self.flaw.name, "count": self.flaw.count, "first": self.flaw.first}
-        place = {"rank": self.rank, "host": self.host, "slot": self.slot, "samples": list(self.samples)}
-        return {**place, "unit": self.unit, **flaw, "kind": self.flaw.kind}
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Finding:
-        """Back from JSON."""
-        flaw = Flaw(fields["parameter"], fields["count"], fields["first"], fields["kind"])
-        return cls(fields["rank"], fields["host"], fields["slot"], tuple(fields["samples"]), fields["unit"], flaw)
+            return f"{where}: {self.kind} in {self.unit}, not seen when computed again (a passing fault?)"
+        amount = f"{self.count:,} elements, first at {self.first:,}"
+        return f"{where}, slot {self.slot}: {self.kind} in {self.parameter} ({amount})"
 
 
 class JidokaHalt(Exception):
@@ -71,7 +56,7 @@ class JidokaHalt(Exception):
 
     def fields(self) -> dict[str, Any]:
         """What `halt.json` says."""
-        findings = [finding.fields() for finding in self.findings]
+        findings = [asdict(finding) for finding in self.findings]
         return {
             "step": self.step,
             "committed": self.step - 1,
@@ -79,18 +64,6 @@ class JidokaHalt(Exception):
             "findings": findings,
             "sound": self.sound,
         }
-
-
-@dataclass
-class Inspection:
-    """The flaws of one slot, gathered as its gradients arrive."""
-
-    flaws: list[Flaw] = field(default_factory=list)
-
-    def look(self, name: str, values: Tensor) -> None:
-        """Note a tensor that is not finite."""
-        if flaw := find_flaw(name, values):
-            self.flaws.append(flaw)
 
 
 def find_flaw(name: str, values: Tensor) -> Flaw | None:
@@ -105,5 +78,5 @@ def find_flaw(name: str, values: Tensor) -> Flaw | None:
 
 def share_findings(group: Group, mine: Sequence[Finding]) -> list[Finding]:
     """Everyone's findings, in the order of ranks and slots."""
-    everyone = group.all_gather_bytes(json.dumps([finding.fields() for finding in mine]).encode())
-    return [Finding.from_fields(fields) for data in everyone for fields in json.loads(data)]
+    everyone = group.all_gather_bytes(json.dumps([asdict(finding) for finding in mine]).encode())
+    return [Finding(**fields) for data in everyone for fields in json.loads(data)]
