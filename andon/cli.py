@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,26 +21,22 @@ if TYPE_CHECKING:
     from andon.config.schema import Config
 
 ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
-app = typer.Typer(
-    help="Data-parallel pretraining that stops the line.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+new_app = partial(
+    typer.Typer, no_args_is_help=True, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False
 )
-config_app = typer.Typer(help="Show and check configurations.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(config_app, name="config")
-bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(bench_app, name="bench")
-data_app = typer.Typer(help="Show training data.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(data_app, name="data")
-checkpoint_app = typer.Typer(
-    help="List, verify, compare and remove checkpoints.", no_args_is_help=True, rich_markup_mode=None
-)
-app.add_typer(checkpoint_app, name="checkpoint")
+app = new_app(help="Data-parallel pretraining that stops the line.")
+config_app = new_app(name="config", help="Show and check configurations.")
+bench_app = new_app(name="bench", help="Measure this machine.")
+data_app = new_app(name="data", help="Show training data.")
+checkpoint_app = new_app(name="checkpoint", help="List, verify, compare and remove checkpoints.")
+for _commands in (config_app, bench_app, data_app, checkpoint_app):
+    app.add_typer(_commands)
 
 Resume = Annotated[str, typer.Option(help="auto: the newest good checkpoint of the run; none: a new run; or a path.")]
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
+Preset = Annotated[str, typer.Option(help="The model.")]
+Workers = Annotated[int, typer.Option(min=1, help="Workers.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Checkpoints = Annotated[Path, typer.Argument(help="A run, its folder of checkpoints, or one checkpoint.")]
 
 
@@ -64,18 +62,14 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 @app.command(context_settings=ANY)
 def demo(context: typer.Context) -> None:
-    """Train a small model that writes stories on this machine, in about two minutes.
-
-    Takes the same --section.key value overrides as `andon train`.
-    """
+    """Train a small model that writes stories, in about two minutes; takes the same options as `andon train`."""
     from andon.cluster.launch import train_demo
     from andon.config.load import parse_arguments
 
     paths, overrides = parse_arguments(context.args)
     if paths:
-        raise UserError(
-            f"`andon demo` takes no {paths[0]!r}", "It trains on the built-in stories", f"Try `andon train {paths[0]}`"
-        )
+        cause = "It trains on the built-in stories"
+        raise UserError(f"`andon demo` takes no {paths[0]!r}", cause, f"Try `andon train {paths[0]}`")
     sys.exit(train_demo(overrides, _console()))
 
 
@@ -100,9 +94,7 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
 def coordinator(
     context: typer.Context,
     bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")] = "127.0.0.1:0",
-    insecure: Annotated[
-        bool, typer.Option(help="Allow an address that other machines reach; workers are not authenticated.")
-    ] = False,
+    insecure: Annotated[bool, typer.Option(help="Let other machines reach it, without authentication.")] = False,
 ) -> None:
     """Coordinate a run whose --workers N are started elsewhere with `andon worker HOST:PORT`."""
     config = _config(context.args)
@@ -121,7 +113,7 @@ def coordinator(
 @app.command()
 def worker(address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator.")]) -> None:
     """Join a coordinator: it sends the configuration; the data is prepared here and its digest compared."""
-    from andon.cluster.worker import join_run
+    from andon.cluster.launch import join_run
 
     sys.exit(join_run(*_address(address), _console()))
 
@@ -135,9 +127,7 @@ def prepare(context: typer.Context) -> None:
 
 
 @app.command(context_settings=ANY)
-def plan(
-    context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
-) -> None:
+def plan(context: typer.Context, as_json: AsJson = False) -> None:
     """Print memory and traffic of a configuration, and what other settings would change."""
     from andon.commands.plan import main as run
 
@@ -150,9 +140,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The beginning of the text.")] = "",
     count: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 1,
     length: Annotated[int, typer.Option(min=0, help="Most tokens per text; 0: up to the context.")] = 0,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the likeliest token.")
-    ] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
 ) -> None:
     """Write text with the model of a checkpoint."""
@@ -196,14 +184,12 @@ def drill(transport: Annotated[str, typer.Option(help="A transport that connects
 
 @bench_app.command("transport")
 def bench_transport(
-    transports: Annotated[
-        str, typer.Option(help="Transports; `:bf16` after a name rounds gradients on the wire.")
-    ] = "shm,ring,ring:bf16,star,torch",
+    transports: Annotated[str, typer.Option(help="`:bf16` rounds on the wire.")] = "shm,ring,ring:bf16,star,torch",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
     sizes: Annotated[str, typer.Option(help="Vector sizes.")] = "64KB,1MB,16MB,64MB,256MB",
     repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each; the median counts.")] = 7,
     rate: Annotated[str, typer.Option(help="Limit the network to a rate such as 4gbit (Linux).")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the all-reduce of every transport against gloo, interleaved in one run."""
     _enter_network(rate)
@@ -216,15 +202,13 @@ def bench_transport(
 
 @bench_app.command("train")
 def bench_train(
-    preset: Annotated[str, typer.Option(help="The model.")] = "30m",
-    ranks: Annotated[int, typer.Option(min=1, help="Workers.")] = 2,
+    preset: Preset = "30m",
+    ranks: Workers = 2,
     tokens: Annotated[str, typer.Option(help="Tokens per worker and step.")] = "64,512,4096",
     repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median counts.")] = 9,
     transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
-    zero: Annotated[
-        bool, typer.Option("--zero", help="Measure ZeRO against plain data parallel and torch's ZeRO instead.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON row per line.")] = False,
+    zero: Annotated[bool, typer.Option("--zero", help="Compare ZeRO, plain data parallel and torch's ZeRO.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure Andon's step with and without checks against PyTorch DDP over gloo, interleaved in one run."""
     _enter_network()
@@ -235,12 +219,12 @@ def bench_train(
 
 @bench_app.command("checkpoint")
 def bench_checkpoint(
-    preset: Annotated[str, typer.Option(help="The model.")] = "124m",
-    ranks: Annotated[int, typer.Option(min=1, help="Workers.")] = 2,
+    preset: Preset = "124m",
+    ranks: Workers = 2,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per worker and step.")] = 128,
     repetitions: Annotated[int, typer.Option(min=1, help="Saves of each kind; the median counts.")] = 3,
     folder: Annotated[Path, typer.Option(help="The disk to write to.")] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure a save against a memory copy, dd and torch.distributed.checkpoint, in one run."""
     from andon.bench.checkpoint import main as run
@@ -304,8 +288,6 @@ def config_validate(context: typer.Context) -> None:
 @config_app.command("schema")
 def config_schema() -> None:
     """Print the JSON schema of configurations."""
-    import json
-
     from andon.config.schema import Config
 
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
@@ -334,9 +316,7 @@ def _config(arguments: list[str]) -> Config:
             "A configuration names its own corpus",
             "Give one CONFIG.yaml, or only paths of text; --data.corpus overrides the corpus",
         )
-    if corpus:
-        overrides = {"data.corpus": corpus, **overrides}
-    return load(Path(files[0]) if files else None, overrides)
+    return load(Path(files[0]) if files else None, {"data.corpus": corpus, **overrides} if corpus else overrides)
 
 
 def _enter_network(rate: str = "") -> None:
@@ -351,9 +331,8 @@ def _numbers(option: str, text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise UserError(
-            f"{option} {text} is not a list of numbers", "Numbers are separated by commas", f"{option} 1,2"
-        ) from None
+        cause = "Numbers are separated by commas"
+        raise UserError(f"{option} {text} is not a list of numbers", cause, f"{option} 1,2") from None
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from andon.checkpoint.listing import checkpoint_path
 from andon.commands import checkpoint as checkpoints
 from andon.commands import generate as inference
 from andon.config.load import load
+from andon.config.schema import RunConfig
 from andon.engine.arena import CELL, Arena
 from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt
@@ -49,7 +50,7 @@ def train_all(group: Group, tokens: Path, policies: list[str]) -> list[str]:
     for policy in policies:
         name, _, replicas = policy.partition("*")
         zero = {"zero__policy": name, "zero__replicas": int(replicas or 1)}
-        trainer = make_trainer(group, tokens, quick_config(Path(), train__weights="bf16", **zero))
+        trainer = make_trainer(group, tokens, quick_config(RunConfig().dir, train__weights="bf16", **zero))
         for _ in range(STEPS):
             trainer.train_step()
         found.append(digest(trainer))
@@ -92,7 +93,7 @@ def test_a_rank_holds_two_bytes_a_weight_and_its_share_of_twelve(tokens: Path) -
             assert abs(state - 12 * plan.parameters / 4) <= 12 * padding
     assert plan.memory.weights == 2 * plan.parameters
     assert plan.memory.optimizer == 3 * plan.parameters
-    other = next(change.plan for change in changes(config.on_this_machine()) if "train.weights" in change.keys)
+    other = next(plan for keys, plan in changes(config.on_this_machine()) if "train.weights" in keys)
     assert other.memory.weights + other.memory.optimizer == 6 * plan.parameters
     assert (other.sent, plan.sent) == (6 * plan.parameters, 4.5 * plan.parameters)
 
@@ -186,7 +187,7 @@ def test_a_checkpoint_generates_text(saved: tuple[str, Path], capsys: pytest.Cap
 def flip(group: Group, tokens: Path, policy: str, buffer: str, bit: int) -> str:
     """What the halt says when a bit of rank 1 flips in step 2."""
     fault = [f"bitflip:rank=1,step=2,unit=model.norm,buffer={buffer},bit={bit}"]
-    config = quick_config(Path(), train__weights="bf16", zero__policy=policy, fault=fault)
+    config = quick_config(RunConfig().dir, train__weights="bf16", zero__policy=policy, fault=fault)
     trainer = make_trainer(group, tokens, config)
     try:
         trainer.train_step()

@@ -267,7 +267,7 @@ def test_a_checkpoint_that_a_kill_left_set_aside_gets_its_name_again(saved: Path
     run = RunFolder(saved)
     run.take()
     assert run.resume_from("auto") == newest
-    run.release()
+    run.close()
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", NAME, "a\\b"])

@@ -91,7 +91,7 @@ def test_prune_never_removes_the_only_good_one(run: Path) -> None:
     holder = RunFolder(run)
     holder.take()
     assert "is in use" in said(prune, run, 1, 0, False)
-    holder.release()
+    holder.close()
 
 
 def test_the_last_few_and_every_nth_are_kept(tmp_path: Path, tokens: Path) -> None:

@@ -263,8 +263,8 @@ def test_a_folder_that_was_removed_is_held_again_unless_another_run_has_it(tmp_p
     with pytest.raises(OSError, match="another run has taken"):
         mine.hold()
     assert read_mark(mine.folder) not in ("", mark)
-    mine.release()
-    other.release()
+    mine.close()
+    other.close()
 
 
 def test_a_run_whose_folder_another_has_taken_writes_nothing_there(tmp_path: Path, tokens: Path) -> None:

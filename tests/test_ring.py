@@ -179,7 +179,7 @@ def test_rubbish_from_a_neighbour_is_refused_everywhere() -> None:
 def test_rubbish_on_a_watch_link_is_refused() -> None:
     for rubbish in (b"\xff" * 100, struct.pack(">I", 1) + b"\x99", struct.pack(">I", 1) + b"\x07"):
         with ring(3) as groups:
-            groups[1]._detector._links[0].send(rubbish)
+            groups[1]._detector.links[0].send(rubbish)
             errors = everyone([groups[0], groups[2]], lambda group: group.barrier())
             assert [type(error) for error in errors] == [ProtocolError] * 2
             assert all("rank 1" in str(error) for error in errors)

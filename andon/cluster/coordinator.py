@@ -22,10 +22,6 @@ HANDSHAKE_SECONDS = 10.0
 PREPARE_SECONDS = 3600.0
 
 
-class Refused(GroupError):
-    """A worker that cannot take part, with the reason it was told."""
-
-
 class Coordinator:
     """Serves the workers of one run; `on_event` receives their events."""
 
@@ -147,7 +143,7 @@ class Coordinator:
 
     def _refuse(self, control: ControlLink, hello: Message, reason: str) -> NoReturn:
         control.send("refused", reason=reason)
-        raise Refused(f"a worker on {hello.get('host')} was refused: {reason}")
+        raise GroupError(f"a worker on {hello.get('host')} was refused: {reason}")
 
     def _handle(self, rank: int, message: Message) -> int | None:
         match message["kind"]:

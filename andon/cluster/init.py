@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from andon.transport.base import Group
+from andon.transport.base import Group, Settings
 from andon.transport.local import LocalGroup
 from andon.transport.torch_dist import TorchGroup
 
@@ -19,4 +19,4 @@ def init(timeout: float = 60.0) -> Group:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return TorchGroup(None, timeout, owned=opened_here)
+    return TorchGroup(None, Settings(timeout), owned=opened_here)

@@ -10,19 +10,21 @@ from typing import Any
 
 from rich.console import Console
 
+from andon.cluster.control import Message
 from andon.cluster.coordinator import Coordinator
 from andon.cluster.processes import Workers
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
-from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
+from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR, join
 from andon.config.load import load
-from andon.config.schema import Config
+from andon.config.schema import Config, DataConfig
+from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.run.display import Display, show_error, show_plan
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
 from andon.run.prepare import prepare_tokens
-from andon.transport.base import TRANSPORTS
+from andon.transport.base import TRANSPORTS, GroupError
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,25 +51,35 @@ def serve(config: Config, bind: tuple[str, int], console: Console) -> int:
         return _coordinate(config, folder, checkpoint, console, bind)
 
 
+def join_run(host: str, port: int, console: Console) -> int:
+    """`andon worker`: join a coordinator, perhaps on another machine; gives the exit code."""
+
+    def tokens_of(config: Config, job: Message) -> TokenSet:
+        console.print(f"Joined {host}:{port}: {config.model.preset}, {config.train.steps:,} steps", style="dim")
+        data = config.data.model_copy(update={"cache": DataConfig().cache})  # each machine has its own
+        return prepare_tokens(config.model_copy(update={"data": data}), console)
+
+    try:
+        return join(host, port, None, tokens_of)
+    except GroupError as error:
+        remedy = "Check the address and that `andon coordinator` is running there"
+        raise UserError(f"The coordinator at {host}:{port} cannot be reached", str(error), remedy) from None
+
+
 @contextlib.contextmanager
 def run_folder(config: Config, resume: str, console: Console) -> Iterator[tuple[RunFolder, Path | None]]:
     """Show the plan and lock the run's folder; gives the folder and the checkpoint to resume from."""
     show_plan(console, config)
-    folder = RunFolder(config.run.dir)
-    folder.take()
-    try:
-        if resume == "none" and (aside := folder.move_aside()):
-            console.print(f"The earlier run is now in {aside}", style="dim")
-            folder.release()
-            folder.take()
-        yield folder, folder.resume_from(resume)
-    except OSError as error:
-        where = f" at {error.filename}" if error.filename else ""
-        raise UserError(
-            f"The run's folder {config.run.dir} cannot be used", f"{error.strerror}{where}", "Choose another --run.dir"
-        ) from error
-    finally:
-        folder.release()
+    with contextlib.closing(RunFolder(config.run.dir)) as folder:
+        folder.take()
+        try:
+            if resume == "none" and (aside := folder.move_aside()):
+                console.print(f"The earlier run is now in {aside}", style="dim")
+            yield folder, folder.resume_from(resume)
+        except OSError as error:
+            what = f"The run's folder {folder.folder} cannot be used"
+            cause = f"{error.strerror} at {error.filename}" if error.filename else str(error.strerror)
+            raise UserError(what, cause, "Choose another --run.dir") from error
 
 
 @contextlib.contextmanager

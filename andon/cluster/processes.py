@@ -1,7 +1,5 @@
 """The worker processes of a run on this machine: started, waited for, and killed at the end."""
 
-from __future__ import annotations
-
 import math
 import os
 import queue
@@ -11,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 from andon.cluster.coordinator import POLL, Coordinator
 from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR
@@ -26,10 +25,9 @@ class Workers:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.first_failure = "A worker"
-        self.processes = [self._start(config, address, rank, log) for rank in range(config.workers)]
-        self._threads = [
-            threading.Thread(target=self._wait_for_exit, args=[rank], daemon=True) for rank in range(config.workers)
-        ]
+        ranks = range(config.workers)
+        self.processes = [self._start(config, address, rank, log) for rank in ranks]
+        self._threads = [threading.Thread(target=self._wait_for_exit, args=[rank], daemon=True) for rank in ranks]
         for thread in self._threads:
             thread.start()
 
@@ -60,7 +58,9 @@ class Workers:
                 return worst or max(coordinator.codes.values(), default=EXIT_USER_ERROR)
             ended += 1
             if code and not worst:
-                self.first_failure = f"Rank {rank}" + (f", killed by {_signal_name(-code)}," if code < 0 else "")
+                hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+                killed = f", killed by {signal.Signals(-code).name}{hint}," if code < 0 else ""
+                self.first_failure = f"Rank {rank}{killed}"
             if code and (worst == 0 or code == EXIT_HALTED):
                 worst = code if code > 0 else EXIT_USER_ERROR
         return worst
@@ -70,7 +70,7 @@ class Workers:
         for process in self.processes:
             process.kill()
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,8 +78,3 @@ class Workers:
         until = time.monotonic() + GRACE
         for thread in self._threads:  # a process that hangs in a disk cannot be killed and is left behind
             thread.join(max(0.0, until - time.monotonic()))
-
-
-def _signal_name(number: int) -> str:
-    hint = " (out of memory?)" if number == signal.SIGKILL else ""
-    return f"{signal.Signals(number).name}{hint}"

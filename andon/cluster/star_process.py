@@ -20,26 +20,20 @@ from andon.errors import UserError
 def star_process(host: str, world_size: int, timeout: float) -> Iterator[tuple[str, int, str]]:
     """Run the server for as long as the context lasts; its host, port and token."""
     command = [sys.executable, "-m", "andon.cluster.star_process", host, str(world_size), str(timeout)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
     assert process.stdin is not None and process.stdout is not None
     token = secrets.token_hex(16)
     try:
         print(token, file=process.stdin, flush=True)
         address = process.stdout.readline().split()
         if len(address) != 2:
-            raise UserError(
-                "The server of the star did not start",
-                f"Its process ended with {process.wait()}",
-                "Try --group.transport ring",
-            )
+            cause = f"Its process ended with {process.wait()}"
+            raise UserError("The server of the star did not start", cause, "Try --group.transport ring")
         yield address[0], int(address[1]), token
     finally:
         process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+        process.communicate()
 
 
 def main(host: str, world_size: int, timeout: float) -> None:

@@ -23,7 +23,6 @@ from andon.integrity.halt import JidokaHalt
 from andon.run.events import Emit, event, no_event
 from andon.run.loop import while_others_wait
 from andon.run.prepare import prepare_tokens
-from andon.transport.base import Group
 from andon.transport.torch_dist import StoreRendezvous
 
 
@@ -36,11 +35,12 @@ def run(config: Config, resume: str, console: Console) -> int:
     save_on_signal(stop.set)
     tokens = prepare_tokens(config, console if rank == 0 else Console(quiet=True))
     with contextlib.ExitStack() as stack:
-        on_cuda = choose_device(config.device, rank, no_event).type == "cuda"
-        dist.init_process_group("nccl" if on_cuda else "gloo")
+        device = choose_device(config.device, rank, no_event)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         stack.callback(dist.destroy_process_group)
-        group = _open(config)
-        stack.callback(group.close)
+        store = dist.distributed_c10d._get_default_store()
+        rendezvous = StoreRendezvous(store, rank, world_size, config.group.timeout)
+        group = stack.enter_context(open_configured(config, rendezvous))
         found, recorder = None, None
         emit: Emit = no_event
         # Every byte of the checkpoint is verified here, which may take longer than the group's timeout.
@@ -60,9 +60,3 @@ def run(config: Config, resume: str, console: Console) -> int:
     if recorder and recorder.failure:
         raise recorder.failure
     return 0
-
-
-def _open(config: Config) -> Group:
-    store = dist.distributed_c10d._get_default_store()
-    rendezvous = StoreRendezvous(store, dist.get_rank(), dist.get_world_size(), config.group.timeout)
-    return open_configured(config, rendezvous)

@@ -1,7 +1,5 @@
 """A worker: joins a coordinator, receives the configuration and its rank, and trains."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -13,11 +11,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from andon.cluster.control import COORDINATOR, ControlLink, Message
 from andon.cluster.signals import save_on_signal
-from andon.config.schema import Config, DataConfig
+from andon.config.schema import Config
 from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.run.events import Event
@@ -25,9 +22,6 @@ from andon.run.folder import read_mark
 from andon.transport.base import GroupError, GroupTimeout
 from andon.transport.tcp.connect import Link
 from andon.version import VERSION
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 EXIT_USER_ERROR = 1
 EXIT_HALTED = 3
@@ -91,25 +85,6 @@ class CoordinatorClient:
         self.control.send("bye", code=code)
 
 
-def join_run(host: str, port: int, console: Console) -> int:
-    """`andon worker`: join a coordinator, perhaps on another machine; gives the exit code."""
-    from andon.run.prepare import prepare_tokens
-
-    def tokens_of(config: Config, job: Message) -> TokenSet:
-        console.print(f"Joined {host}:{port}: {config.model.preset}, {config.train.steps:,} steps", style="dim")
-        data = config.data.model_copy(update={"cache": DataConfig().cache})  # each machine has its own
-        return prepare_tokens(config.model_copy(update={"data": data}), console)
-
-    try:
-        return join(host, port, None, tokens_of)
-    except GroupError as error:
-        raise UserError(
-            f"The coordinator at {host}:{port} cannot be reached",
-            str(error),
-            "Check the address and that `andon coordinator` is running there",
-        ) from None
-
-
 def join(host: str, port: int, rank: int | None, tokens_of: Callable[[Config, Message], TokenSet]) -> int:
     """Join the coordinator at host:port and train as one rank of its run; gives the exit code."""
     control = ControlLink(Link.connect(host, port, COORDINATOR, timeout=10))
@@ -125,8 +100,7 @@ def join(host: str, port: int, rank: int | None, tokens_of: Callable[[Config, Me
     client = CoordinatorClient(control, _receive(control, "welcome"), JOIN_SECONDS)
     # A batch system, or a machine that shuts down, signals every process and not only the launcher.
     save_on_signal(client.stop.set)
-    code = EXIT_USER_ERROR
-    stopped = f"Rank {client.rank} on {socket.gethostname()} stopped"
+    code, stopped = EXIT_USER_ERROR, f"Rank {client.rank} on {socket.gethostname()} stopped"
     try:
         code = _train(config, tokens, job, client)
     except UserError as error:

@@ -1,20 +1,19 @@
 """`andon checkpoint ls | verify | diff | prune`."""
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
 from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.checkpoint.manifest import Damage, Damaged, Manifest, find_damage, read
 from andon.errors import UserError
-from andon.run.display import human_bytes
+from andon.run.display import byte_progress, human_bytes
 from andon.run.folder import RunFolder
 
 
@@ -35,18 +34,16 @@ def find(path: Path) -> list[Path]:
 
 def show(path: Path, deep: bool, console: Console) -> None:
     """Print a table of checkpoints; `deep` verifies every byte."""
-    table = Table()
-    for heading in ("checkpoint", "step", "loss", "size", "age", "verdict"):
-        table.add_column(heading, justify="left" if heading in ("checkpoint", "verdict") else "right")
+    numbers = [Column(heading, justify="right") for heading in ("step", "loss", "size", "age")]
+    table = Table("checkpoint", *numbers, "verdict")
     for checkpoint in find(path):
         damages = _damages(checkpoint, console) if deep else list(find_damage(checkpoint, sizes_only=True))
         if not checkpoint.exists():
             continue  # a running training has removed it
-        step, loss, size = _facts(checkpoint)
-        age = _age(time.time() - checkpoint.stat().st_mtime)
+        size, age = human_bytes(_size(checkpoint)), _age(time.time() - checkpoint.stat().st_mtime)
         good = "[green]good[/]" if deep else "complete"
         verdict = f"[bold red]damaged[/] {escape(str(damages[0]))}" if damages else good
-        table.add_row(checkpoint.name, step, loss, human_bytes(size), age, verdict)
+        table.add_row(checkpoint.name, *_step_and_loss(checkpoint), size, age, verdict)
     console.print(table)
     if not deep:
         console.print("complete: manifest and sizes are right; --verify reads every byte", style="dim")
@@ -75,18 +72,15 @@ def diff(first: Path, second: Path, console: Console) -> int:
     from andon.checkpoint.compare import compare
 
     known = _verified(first, console), _verified(second, console)
-    table = Table(title=escape(f"{first} and {second}"))
-    for heading in ("tensor", "verdict", "largest difference"):
-        table.add_column(heading, justify="right" if heading == "largest difference" else "left")
-    equal = 0
-    for name, difference in compare((first, second), known):
+    last = Column("largest difference", justify="right")
+    table = Table("tensor", "verdict", last, title=escape(f"{first} and {second}"))
+    compared = list(compare((first, second), known))
+    for name, difference in compared:
         if difference:
             table.add_row(name, "differs", difference)
-        else:
-            equal += 1
     if table.row_count:
         console.print(table)
-    console.print(f"{equal} tensors are equal, {table.row_count} differ")
+    console.print(f"{len(compared) - table.row_count} tensors are equal, {table.row_count} differ")
     return 1 if table.row_count else 0
 
 
@@ -95,43 +89,27 @@ def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Consol
     from andon.checkpoint.store import remove
 
     folder = find(path)[0].parent
-    with _held(folder.parent):
+    with contextlib.closing(RunFolder(folder.parent)) as run:
+        if (folder.parent / ".lock").exists():  # a copy elsewhere has no lock
+            run.take()
         found = {step_of(checkpoint): checkpoint for checkpoint in find(path)}
         good = next((step for step in sorted(found, reverse=True) if not _damages(found[step], console)), None)
         if good is None:
-            raise UserError(
-                f"No checkpoint in {folder} is good",
-                "A damaged checkpoint may still be of use, so nothing was removed",
-                f"`andon checkpoint verify {folder}` names the damage",
-            )
+            cause = "A damaged checkpoint may still be of use, so nothing was removed"
+            remedy = f"`andon checkpoint verify {folder}` names the damage"
+            raise UserError(f"No checkpoint in {folder} is good", cause, remedy)
         staying = kept(sorted(found), keep, keep_every) | {good}
         for step, checkpoint in found.items():
             if step not in staying:
                 if not dry_run:
                     remove(checkpoint)
-                did = "would remove" if dry_run else "removed"
-                console.print(f"{did} {checkpoint}", soft_wrap=True, markup=False)
-    names = ", ".join(found[step].name for step in sorted(staying))
-    console.print(f"kept {names}", soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _held(run: Path) -> Iterator[None]:
-    """Lock the folder of a run, so that no training starts there; a copy elsewhere has no lock."""
-    if not (run / ".lock").exists():
-        yield
-        return
-    folder = RunFolder(run)
-    folder.take()
-    try:
-        yield
-    finally:
-        folder.release()
+                console.print("would remove" if dry_run else "removed", checkpoint, soft_wrap=True, markup=False)
+    console.print("kept", ", ".join(found[step].name for step in sorted(staying)), soft_wrap=True)
 
 
 def _damages(checkpoint: Path, console: Console) -> list[Damage]:
     """All damage of a checkpoint, found with a progress bar."""
-    with contextlib.suppress(Damaged), _progress(console) as bar:
+    with contextlib.suppress(Damaged), byte_progress(console) as bar:
         task = bar.add_task(escape(checkpoint.name), total=read(checkpoint).size)
         return list(find_damage(checkpoint, lambda count: bar.advance(task, count)))
     return list(find_damage(checkpoint))
@@ -139,44 +117,27 @@ def _damages(checkpoint: Path, console: Console) -> list[Damage]:
 
 def _verified(checkpoint: Path, console: Console) -> Manifest:
     if find(checkpoint) != [checkpoint]:
-        raise UserError(
-            f"{checkpoint} is not one checkpoint",
-            "Two checkpoints are compared, not two runs",
-            f"Name one that `andon checkpoint ls {checkpoint}` lists",
-        )
+        remedy = f"Name one that `andon checkpoint ls {checkpoint}` lists"
+        raise UserError(f"{checkpoint} is not one checkpoint", "Two checkpoints are compared, not two runs", remedy)
     if damages := _damages(checkpoint, console):
-        raise UserError(
-            f"{checkpoint} is damaged",
-            str(damages[0]),
-            "Compare good checkpoints: `andon checkpoint ls --verify` lists them",
-        )
+        remedy = "Compare good checkpoints: `andon checkpoint ls --verify` lists them"
+        raise UserError(f"{checkpoint} is damaged", str(damages[0]), remedy)
     return read(checkpoint)
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _facts(checkpoint: Path) -> tuple[str, str, int]:
-    """Step, loss and size; `?` for a loss that cannot be read."""
-    import json
-
-    size = _size(checkpoint)
+def _step_and_loss(checkpoint: Path) -> tuple[str, str]:
+    """Step and loss; `?` for a loss that cannot be read."""
     try:
         state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        loss = "—" if state["loss"] is None else f"{state['loss']:.4f}"
-        return f"{state['step']:,}", loss, size
+        return f"{state['step']:,}", "—" if state["loss"] is None else f"{state['loss']:.4f}"
     except (OSError, ValueError, KeyError, TypeError):
-        return str(step_of(checkpoint)), "?", size
+        return str(step_of(checkpoint)), "?"
 
 
 def _size(checkpoint: Path) -> int:
-    sizes = 0
     with contextlib.suppress(OSError):  # a broken link, or a run that removes it now
-        for file in checkpoint.iterdir():
-            sizes += file.stat().st_size
-    return sizes
+        return sum(file.stat().st_size for file in checkpoint.iterdir())
+    return 0
 
 
 def _age(seconds: float) -> str:

@@ -37,8 +37,6 @@ def show_windows(run: Path, windows: list[int], console: Console) -> None:
 
 def other_data(where: Path) -> UserError:
     """The error for a run or checkpoint whose corpus has changed."""
-    return UserError(
-        f"{where} was trained on other data",
-        "The corpus named in its configuration has changed, or its path is relative to another folder",
-        "Restore the corpus, and run this command in the folder where the run was started",
-    )
+    cause = "The corpus named in its configuration has changed, or its path is relative to another folder"
+    remedy = "Restore the corpus, and run this command in the folder where the run was started"
+    return UserError(f"{where} was trained on other data", cause, remedy)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from andon.run.display import human_bytes
 from andon.version import VERSION
@@ -19,29 +19,22 @@ PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic",
 
 def examine(console: Console) -> None:
     """Print versions, cores, memory, devices, ports and shared memory."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in findings():
-        table.add_row(name, value)
-    console.print(table)
-
-
-def findings() -> list[tuple[str, str]]:
-    """Each fact with its name."""
     memory, shared = psutil.virtual_memory(), Path("/dev/shm")
-    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
-    return [
-        ("andon", VERSION),
-        ("python", f"{platform.python_version()} on {platform.platform()}"),
-        ("packages", versions),
-        ("cores", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"),
-        ("memory", f"{human_bytes(memory.available)} free of {human_bytes(memory.total)}"),
-        ("disk", f"{human_bytes(shutil.disk_usage(Path.cwd()).free)} free here"),
-        ("shared memory", f"{human_bytes(shutil.disk_usage(shared).free)} free" if shared.is_dir() else "none"),
-        ("loopback", _loopback()),
-        ("devices", _devices()),
-    ]
+    facts = {
+        "andon": VERSION,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
+        "cores": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "memory": f"{human_bytes(memory.available)} free of {human_bytes(memory.total)}",
+        "disk": f"{human_bytes(shutil.disk_usage(Path.cwd()).free)} free here",
+        "shared memory": f"{human_bytes(shutil.disk_usage(shared).free)} free" if shared.is_dir() else "none",
+        "loopback": _loopback(),
+        "devices": _devices(),
+    }
+    table = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
+    for fact in facts.items():
+        table.add_row(*fact)
+    console.print(table)
 
 
 def _version(package: str) -> str:

@@ -10,12 +10,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 WORKERS = 3
 SMALL = (
@@ -27,8 +26,7 @@ SMALL = (
 Verdict = Callable[[int, dict[str, Any], str], bool]
 
 
-@dataclass(frozen=True)
-class Drill:
+class Drill(NamedTuple):
     """A fault, and what must happen."""
 
     fault: str
@@ -65,9 +63,8 @@ DRILLS = (
 
 def drill(transport: str, console: Console) -> int:
     """Inject every fault; 0 if the run stopped each time."""
-    table = Table(title=f"{WORKERS} workers over {transport}")
-    for heading in ("fault", "must show", "seconds", "the run"):
-        table.add_column(heading, overflow="fold")
+    columns = [Column(heading, overflow="fold") for heading in ("fault", "must show", "seconds", "the run")]
+    table = Table(*columns, title=f"{WORKERS} workers over {transport}")
     passed = True
     for each in DRILLS:
         with console.status(f"{each.fault} …"):

@@ -28,11 +28,9 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
     start = [tokenizer.end, *tokenizer.encode(prompt)]
     context = model.shape.context
     if len(start) >= context:
-        raise UserError(
-            f"The prompt has {len(start):,} tokens", f"The model's context is {context:,}", "Give a shorter prompt"
-        )
-    rows = sample(model, [start] * count, tokenizer.end, length or context - len(start), temperature, seed)
-    for row in rows:
+        cause = f"The model's context is {context:,}"
+        raise UserError(f"The prompt has {len(start):,} tokens", cause, "Give a shorter prompt")
+    for row in sample(model, [start] * count, tokenizer.end, length or context - len(start), temperature, seed):
         print(prompt + tokenizer.decode(row))
 
 
@@ -44,17 +42,15 @@ def evaluate(folder: Path, windows: int, console: Console) -> None:
     model, tokens = load_model(folder), prepare_tokens(config, console)
     if tokens.digest != state["data"]:
         raise other_data(folder)
-    data = config.data
-    batches = build_batches(config, tokens).validation(windows)
-    loss = evaluation.validation_loss(model, batches, LocalGroup())
+    loss = evaluation.validation_loss(model, build_batches(config, tokens).validation(windows), LocalGroup())
     bits = evaluation.bits_per_byte(loss, tokens.bytes_per_token)
     console.print(f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte")
-    if data.corpus != ("stories",):
+    if config.data.corpus != ("stories",):
         return
     with torch.no_grad():
         count = config.eval.stories or 64
         texts = evaluation.write(model, tokens.tokenizer(), count, config.eval.temperature, config.seed)
-    score = evaluation.story_score(texts, config.seed, data.stories)
+    score = evaluation.story_score(texts, config.seed, config.data.stories)
     console.print(f"{score.valid_share:.1%} of {count} stories valid, {score.known} in the training text")
-    floor, bits = evaluation.loss_floor(data.stories, tokens.token_count), stories.entropy() / math.log(2)
+    floor, bits = evaluation.loss_floor(config.data.stories, tokens.token_count), stories.entropy() / math.log(2)
     console.print(f"floor of the loss: {floor:.4f}, from the grammar's entropy of {bits:.0f} bits a story")

@@ -1,45 +1,39 @@
 """`andon plan`: memory and traffic of a run, and what other settings would change."""
 
 import json
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from andon.config.schema import Config
 from andon.run.display import human_bytes, show_plan
-from andon.run.plan import Change, Plan, changes, make_plan
+from andon.run.plan import Plan, changes, make_plan
 
 
 def main(config: Config, as_json: bool, console: Console) -> None:
     """`andon plan`: the plan, then what each setting would change."""
     config = config.on_this_machine()
-    plan, others = make_plan(config), list(changes(config))
+    plan, others = make_plan(config), changes(config)
     if as_json:
         now = {"workers": config.workers, "transport": config.group.transport, **plan.to_json()}
-        rows = [{"keys": change.keys, **change.plan.to_json()} for change in others]
+        rows = [{"keys": keys, **other.to_json()} for keys, other in others]
         print(json.dumps({**now, "changes": rows}))
         return
     show_plan(console, config)
-    console.print(_changes_table(config, plan, others))
+    figures = [Column(name, justify="right") for name in ("memory a worker", "all workers", "sent a step and rank")]
+    table = Table("setting", *figures, title="What other settings would change", title_justify="left")
+    table.add_row("as it is", *_figures(plan, config.workers), style="bold")
+    for keys, other in others:
+        table.add_row(_options(config, keys), *_figures(other, keys.get("workers", config.workers)))
+    console.print(table)
     console.print(
         "Memory is the peak of a step, with shared memory divided among its users (PSS), plus the snapshot "
         "of a save (on rank 0, which also copies the weights). Traffic is what a rank sends in a step; in "
         "shared memory, what it moves between its own memory and that of others.",
         style="dim",
     )
-
-
-def _changes_table(config: Config, plan: Plan, others: list[Change]) -> Table:
-    table = Table(title="What other settings would change", title_justify="left")
-    table.add_column("setting")
-    for heading in ("memory a worker", "all workers", "sent a step and rank"):
-        table.add_column(heading, justify="right")
-    table.add_row("as it is", *_figures(plan, config.workers), style="bold")
-    for change in others:
-        workers = change.keys.get("workers", config.workers)
-        table.add_row(_options(config, change.keys), *_figures(change.plan, workers))
-    return table
 
 
 def _figures(plan: Plan, workers: int) -> tuple[str, str, str]:
@@ -49,10 +43,5 @@ def _figures(plan: Plan, workers: int) -> tuple[str, str, str]:
 
 def _options(config: Config, keys: dict[str, Any]) -> str:
     """The options that differ from the configuration."""
-    before = config.model_dump()
-
-    def is_new(key: str) -> bool:
-        section, _, name = key.rpartition(".")
-        return bool((before[section] if section else before)[name] != keys[key])
-
-    return " ".join(f"--{key} {value}" for key, value in keys.items() if is_new(key))
+    new = [(key, value) for key, value in keys.items() if attrgetter(key)(config) != value]
+    return " ".join(f"--{key} {value}" for key, value in new)

@@ -69,18 +69,15 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         cause = " ".join(str(error).split())
         raise UserError(f"{path} is not valid YAML", cause, "`andon config show` prints a valid file") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise UserError(f"{path} is not a configuration", "The top level must be keys", "Try `andon config show`")
-    return values
+    return values or {}
 
 
 def _explain(error: ValidationError) -> UserError:
     """Pydantic's first error as key, value and what is allowed."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if not isinstance(part, int)]
-    key = ".".join(place)
+    key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
         try:
             check_key(key)
@@ -89,11 +86,9 @@ def _explain(error: ValidationError) -> UserError:
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
     if not key or first["type"] == "value_error":
-        return UserError(f"{message}{more}", f"The configuration is not valid{' at ' + key if key else ''}", _REMEDY)
+        remedy = "Change one of the values: `andon config show` prints them"
+        return UserError(f"{message}{more}", f"The configuration is not valid{' at ' + key if key else ''}", remedy)
     return UserError(f"{key} = {first['input']!r} is not valid{more}", message, _help_for(key))
-
-
-_REMEDY = "Change one of the values: `andon config show` prints them"
 
 
 def _help_for(key: str) -> str:

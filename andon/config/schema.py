@@ -4,12 +4,10 @@ Each component receives only its own section. The global batch is `train.slots` 
 `train.context` tokens and does not depend on the number of workers.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -53,7 +51,7 @@ class ModelConfig(Section):
     """Share the embedding with the LM head."""
 
     @validator(mode="after")
-    def _divides(self) -> ModelConfig:
+    def _divides(self) -> Self:
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise ValueError(f"hidden {self.hidden} must be an even multiple of heads {self.heads}")
         if self.heads % self.kv_heads:
@@ -203,13 +201,9 @@ class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig)
 
     @validator(mode="after")
-    def _faults_make_sense(self) -> Config:
+    def _makes_sense(self) -> Self:
         for text in self.fault:
             parse_fault(text)
-        return self
-
-    @validator(mode="after")
-    def _divides(self) -> Config:
         if self.workers > self.train.slots:
             raise ValueError(
                 f"{self.workers} workers need at least one slot each, but train.slots = {self.train.slots}"
@@ -226,14 +220,14 @@ class Config(Section):
     def tokens_per_step(self) -> int:
         return self.train.slots * self.train.micro_batch * self.train.context
 
-    def with_transport(self, auto: str) -> Config:
+    def with_transport(self, auto: str) -> Self:
         """The configuration with every `auto` resolved, except that of the device."""
         transport = auto if self.group.transport == "auto" else self.group.transport
         group = self.group.model_copy(update={"transport": transport})
         zero = self.zero.model_copy(update={"policy": self.zero.resolve(transport)})
         return self.model_copy(update={"group": group, "zero": zero})
 
-    def on_this_machine(self) -> Config:
+    def on_this_machine(self) -> Self:
         """The configuration with `auto` resolved for workers that all run on this machine."""
         return self.with_transport(fastest_here(self.workers))
 

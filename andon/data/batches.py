@@ -14,6 +14,8 @@ import numpy.typing as npt
 from andon.errors import UserError
 
 MASK = (1 << 64) - 1
+Batch = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Inputs and targets, each windows x context."""
 
 
 class Tokens(Protocol):
@@ -31,28 +33,26 @@ class Batches:
     def __init__(
         self, source: Tokens, seed: int, slots: int, micro_batch: int, context: int, validation: float
     ) -> None:
-        self.source, self.seed, self.slots, self.micro_batch, self.context = (source, seed, slots, micro_batch, context)
+        self.source, self.seed, self.slots, self.micro_batch, self.context = source, seed, slots, micro_batch, context
         windows = max(0, (source.token_count - 1) // context)
         self.every = max(2, round(1 / validation)) if validation and windows > 1 else 0
         self.held_out = windows // self.every if self.every else 0
         self.training = windows - self.held_out
         if not windows:
-            raise UserError(
-                f"The corpus has {source.token_count:,} tokens, fewer than one window of {context + 1:,}",
-                "train.context is longer than the text",
-                f"Give more text, or --train.context {max(1, source.token_count // 4)}",
-            )
+            what = f"The corpus has {source.token_count:,} tokens, fewer than one window of {context + 1:,}"
+            remedy = f"Give more text, or --train.context {max(1, source.token_count // 4)}"
+            raise UserError(what, "train.context is longer than the text", remedy)
 
     def windows(self, step: int, slot: int) -> list[int]:
         """The window numbers of a slot; steps count from 1."""
         first = (step - 1) * self.slots * self.micro_batch
         return [self._window(first + sample) for sample in interleave(self.slots * self.micro_batch, slot, self.slots)]
 
-    def __call__(self, step: int, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Inputs and targets of a slot, each micro_batch x context."""
+    def __call__(self, step: int, slot: int) -> Batch:
+        """The micro-batch of a slot."""
         return self._stack(self.windows(step, slot))
 
-    def validation(self, count: int) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    def validation(self, count: int) -> list[Batch]:
         """The first held-out windows (training windows if none are held out), in micro-batches."""
         numbers = [self.every * (index + 1) - 1 for index in range(self.held_out)] or list(range(self.training))
         numbers = numbers[:count]
@@ -63,7 +63,7 @@ class Batches:
         chosen = permute(position, self.training, self.seed << 32 ^ epoch)
         return chosen + chosen // (self.every - 1) if self.every else chosen
 
-    def _stack(self, windows: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _stack(self, windows: list[int]) -> Batch:
         rows = np.stack([self.source.read(window * self.context, self.context + 1) for window in windows])
         return rows[:, :-1], rows[:, 1:]
 

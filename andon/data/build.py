@@ -51,10 +51,7 @@ class Corpus:
 
 
 def prepare(corpus: Corpus, cache: Path, progress: Progress = quiet, shard_tokens: int = SHARD_TOKENS) -> TokenSet:
-    """The token set of a corpus, from the cache or built now.
-
-    `progress` hears (phase, done, total) in bytes of the files, or in stories for the built-in corpus.
-    """
+    """The token set of a corpus, from the cache or built now; progress is in bytes, or in built-in stories."""
     cache = cache.expanduser().absolute()
     files = [] if corpus.paths == ("stories",) else find_files(corpus.paths)
     stamps = [stamp(file) for file in files]
@@ -70,18 +67,13 @@ def prepare(corpus: Corpus, cache: Path, progress: Progress = quiet, shard_token
             with _temporary(cache) as fresh:
                 _Builder(corpus, files, fresh, progress).build(given, shard_tokens)
                 if stamps != [stamp(file) for file in files]:
-                    raise UserError(
-                        "The corpus changed while it was being tokenized",
-                        "another program is writing to it",
-                        "Wait until it is complete, then start again",
-                    )
+                    what, cause = "The corpus changed while it was being tokenized", "another program is writing to it"
+                    raise UserError(what, cause, "Wait until it is complete, then start again")
                 _publish(fresh, folder)
     except OSError as error:
-        raise UserError(
-            f"The token cache {cache} cannot be written",
-            f"{error.strerror or error} ({error.filename or 'while writing'})",
-            "Free some space there, make it writable, or choose another folder: --data.cache FOLDER",
-        ) from error
+        cause = f"{error.strerror or error} ({error.filename or 'while writing'})"
+        remedy = "Free some space there, make it writable, or choose another folder: --data.cache FOLDER"
+        raise UserError(f"The token cache {cache} cannot be written", cause, remedy) from error
     return TokenSet.open(folder)
 
 
@@ -100,8 +92,7 @@ class _Builder:
 
     def __init__(self, corpus: Corpus, files: list[Path], folder: Path, progress: Progress) -> None:
         self.corpus, self.files, self.folder, self.progress = corpus, files, folder, progress
-        sizes = [stamp(file)[1] for file in files]
-        self.total = max(1, sum(sizes) if files else corpus.stories_count)
+        self.total = max(1, sum(stamp(file)[1] for file in files) if files else corpus.stories_count)
         self.counts = Counts()
 
     def build(self, given: Tokenizer | None, shard_tokens: int) -> None:
@@ -114,9 +105,8 @@ class _Builder:
                 row += [tokenizer.end] if piece.ends else []
             writer.write(np.array(list(chain.from_iterable(rows)), dtype))
         if not self.counts.bytes:
-            raise UserError(
-                f"There is no text in {self._description()}", "every document is empty", "Give a file with text"
-            )
+            what = f"There is no text in {self._description()}"
+            raise UserError(what, "every document is empty", "Give a file with text")
         tokenizer.save(self.folder)
         meta = {
             "format": FORMAT,
@@ -141,8 +131,7 @@ class _Builder:
         return Tokenizer.train(sample(texts), self.corpus.vocab_size)
 
     def _batches(self) -> Iterator[list[Document]]:
-        batch: list[Document] = []
-        flushed = 0
+        batch, flushed = list[Document](), 0
         for piece in self._read(self.counts, "tokenizing"):
             batch.append(piece)
             if self.counts.bytes - flushed >= BATCH_BYTES:
@@ -243,7 +232,6 @@ def _alive(pid: int) -> bool:
 
 def _untouched(folder: Path) -> float:
     """Seconds since the last write in a folder."""
-    newest = time.time()
     with suppress(FileNotFoundError):  # another process has just removed it
-        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    return time.time() - newest
+        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    return 0.0

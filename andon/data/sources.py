@@ -26,6 +26,7 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 BOM = b"\xef\xbb\xbf"
 
 Progress = Callable[[str, int, int], None]
+"""Is called with the phase, what is done and the total."""
 
 
 def quiet(phase: str, done: int, total: int) -> None:
@@ -58,11 +59,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     found = sorted(file for path in paths for file in _matches(path))
     for file in found:
         if file.suffix.lower() not in SUFFIXES:
-            raise UserError(
-                f"{file} is not a kind of text file that can be read",
-                f"its name does not end in {', '.join(SUFFIXES)}",
-                "Rename it, or convert it to one of these",
-            )
+            cause = f"its name does not end in {', '.join(SUFFIXES)}"
+            raise UserError(f"{file} is not a kind of text file that can be read", cause, "Rename or convert it")
         if not os.access(file, os.R_OK):
             raise UserError(f"{file} cannot be read", "this user has no permission to read it", f"chmod +r {file}")
     unique: dict[Path, Path] = {}
@@ -78,11 +76,8 @@ def _matches(path: str) -> list[Path]:
     names = [given] if given.exists() else map(Path, glob(str(given), recursive=True))  # noqa: PTH207
     files = [file.absolute() for name in names for file in ([name] if name.is_file() else _walk(name))]
     if not files:
-        raise UserError(
-            f"No text found at {path}",
-            f"no such file, or a folder without {', '.join(SUFFIXES)} files",
-            f"ls -d {path}",
-        )
+        cause = f"no such file, or a folder without {', '.join(SUFFIXES)} files"
+        raise UserError(f"No text found at {path}", cause, f"ls -d {path}")
     return files
 
 
@@ -108,8 +103,8 @@ def documents(files: Sequence[Path], counts: Counts) -> Iterator[Document]:
 
 
 def _txt(file: Path, counts: Counts) -> Iterator[Document]:
+    before = counts.read
     with _open(file) as stream:
-        before = counts.read
         for piece in _pieces(stream, counts):
             counts.read = before + stream.tell()
             yield piece

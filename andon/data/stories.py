@@ -12,15 +12,16 @@ entropy of a story is the sum of the entropies of its choices.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
 from math import log
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from andon.data import story_words
 from andon.data.story_words import CAST, FOLLOWERS, LOCAL
 
+T = TypeVar("T")
 VALUES = CAST | {slot: values for slot, (_, values) in FOLLOWERS.items()} | LOCAL
 
 
@@ -71,9 +72,9 @@ SENTENCES = story_words.read_sentences()
 OPENING, CLOSING = SENTENCES.pop("opening"), SENTENCES.pop("closing")
 PLOTS = tuple(compile_plot(OPENING + middle + CLOSING) for middle in SENTENCES.values())
 
-# The followers that each value of the cast determines.
+# What each value of the cast determines: itself and its followers.
 FOLLOWING = {
-    value: {slot: values[place] for slot, (leader, values) in FOLLOWERS.items() if leader == member}
+    value: {member: value, **{slot: values[place] for slot, (leader, values) in FOLLOWERS.items() if leader == member}}
     for member, options in CAST.items()
     for place, value in enumerate(options)
 }
@@ -81,25 +82,19 @@ FOLLOWING = {
 
 def tell(number: int) -> str:
     """The story whose choices are the digits of a number."""
-    number, choice = divmod(number, len(PLOTS))
-    plot = PLOTS[choice]
-    cast = {}
+
+    def choose(options: Sequence[T]) -> T:
+        nonlocal number
+        number, choice = divmod(number, len(options))
+        return options[choice]
+
+    plot, cast = choose(PLOTS), dict[str, str]()
     for slot in plot.cast:
-        number, choice = divmod(number, len(CAST[slot]))
-        value = CAST[slot][choice]
-        cast[slot] = value
-        cast.update(FOLLOWING[value])
+        cast |= FOLLOWING[choose(CAST[slot])]
     sentences = []
     for templates in plot.sentences:
-        number, choice = divmod(number, len(templates))
-        template = templates[choice]
-        values = []
-        for slot in template.slots:
-            if slot in cast:
-                values.append(cast[slot])
-            else:
-                number, choice = divmod(number, len(LOCAL[slot]))
-                values.append(LOCAL[slot][choice])
+        template = choose(templates)
+        values = (cast[slot] if slot in cast else choose(LOCAL[slot]) for slot in template.slots)
         sentences.append(template.pattern % tuple(values))
     return " ".join(sentences)
 

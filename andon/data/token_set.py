@@ -4,11 +4,9 @@ A *shard* is a file of little-endian ids: uint16, or uint32 for vocabularies abo
 folder of shards with their tokenizer and `meta.json`, which is written last and names them all.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +33,7 @@ class TokenSet:
         ]
 
     @classmethod
-    def open(cls, folder: Path) -> TokenSet:
+    def open(cls, folder: Path) -> Self:
         """Open the token set in a folder; the sizes of its files are checked against meta.json."""
         try:
             meta = json.loads((folder / "meta.json").read_text())

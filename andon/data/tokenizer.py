@@ -6,13 +6,11 @@ from a tokenizer.json. The *end token* closes every document. Where a text spell
 corpora do between documents, it is read as the end token, as Hugging Face does.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from blake3 import blake3
 
@@ -34,30 +32,28 @@ SAMPLE_WORD_BYTES = 4 << 20
 class Tokenizer:
     """One vocabulary with its end token."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, end: str) -> None:
+    def __init__(self, inner: "tokenizers.Tokenizer", end: str) -> None:
         self._inner, self._end = inner, end
         self.end: int = inner.get_vocab()[end]
         # Not get_vocab_size(): ids of a given tokenizer may have gaps, and a model needs a row for the last.
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
 
     @classmethod
-    def bytes(cls) -> Tokenizer:
+    def bytes(cls) -> Self:
         """The tokenizer whose ids are the bytes of the text."""
         inner = _byte_level({symbol: byte for byte, symbol in enumerate(_symbols())}, regex=False)
         inner.add_special_tokens([END])
         return cls(inner, END)
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
         """A BPE learned from `texts`; its vocabulary is smaller if they have too few distinct pairs."""
         from tokenizers import trainers
 
         if vocab_size < SMALLEST:
-            raise UserError(
-                f"A vocabulary of {vocab_size} is too small for BPE",
-                f"256 bytes and the end token already make {SMALLEST}",
-                f"Ask for {SMALLEST} or more, or use the tokenizer `bytes`",
-            )
+            cause = f"256 bytes and the end token already make {SMALLEST}"
+            remedy = f"Ask for {SMALLEST} or more, or use the tokenizer `bytes`"
+            raise UserError(f"A vocabulary of {vocab_size} is too small for BPE", cause, remedy)
         inner = _byte_level({}, regex=True)
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=[END], initial_alphabet=_symbols(), show_progress=False
@@ -66,12 +62,12 @@ class Tokenizer:
         return cls(inner, END)
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
+    def load(cls, path: str | Path) -> Self:
         """Load a tokenizer.json, or the one in a folder."""
         import tokenizers
 
-        file = Path(path).expanduser()
-        file = file / "tokenizer.json" if file.is_dir() else file
+        given = Path(path).expanduser()
+        file = given / "tokenizer.json" if given.is_dir() else given
         try:
             inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises bare Exception
@@ -80,14 +76,10 @@ class Tokenizer:
             raise UserError(f"The tokenizer {file} cannot be read", str(cause), remedy) from error
         inner.no_truncation()
         inner.no_padding()
-        for end in ENDS:
-            if inner.token_to_id(end) is not None:
-                return cls(inner, end)
-        raise UserError(
-            f"The tokenizer {file} has no end token",
-            f"its vocabulary holds none of {', '.join(ENDS)}",
-            f"Add {END} to its added_tokens",
-        )
+        if ends := [end for end in ENDS if inner.token_to_id(end) is not None]:
+            return cls(inner, ends[0])
+        cause = f"its vocabulary holds none of {', '.join(ENDS)}"
+        raise UserError(f"The tokenizer {file} has no end token", cause, f"Add {END} to its added_tokens")
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without added special tokens."""
@@ -141,7 +133,7 @@ def _cut_long_words(text: str) -> str:
     return LONG_WORD.sub(r"\1\n", text)
 
 
-def _byte_level(vocab: dict[str, int], regex: bool) -> tokenizers.Tokenizer:
+def _byte_level(vocab: dict[str, int], regex: bool) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -23,6 +23,7 @@ from andon.engine.membership import Membership
 from andon.engine.order import Merges
 from andon.integrity.finite import GradientSums, blame_after_reduce, is_finite
 from andon.optim.sharding import Ownership
+from andon.transport.base import TRANSPORTS
 
 
 class Passenger(Protocol):
@@ -57,7 +58,8 @@ class Exchange:
         """Decide who gets which part of every reduced gradient."""
         self.ownership = ownership
         self._scatters = ownership.sharded and ownership.replicas == 1
-        self._checks_before_reduce = not (self._scatters and self.membership.group.reduce_preserves_inputs)
+        preserves_inputs = TRANSPORTS[self.membership.group.transport].reduce_preserves_inputs
+        self._checks_before_reduce = not (self._scatters and preserves_inputs)
         self._cells = _OwnedCells(self.arena, self.membership, ownership)
 
     def note_gradient(self, slot: int, name: str, gradient: Tensor) -> None:

@@ -32,7 +32,7 @@ def _draw(model: Llama, rows: Tensor, length: int, temperature: float, seed: int
     for _ in range(length):
         if cache.length + unseen.shape[1] > model.shape.context:
             # The context is full: continue from its later half.
-            cache, unseen = (Cache(model.shape, len(rows), model.cos), rows[:, -(model.shape.context // 2) :])
+            cache, unseen = Cache(model.shape, len(rows), model.cos), rows[:, -(model.shape.context // 2) :]
         logits = model.logits(unseen, cache)[:, -1].float().cpu()
         if temperature == 0:
             drawn = logits.argmax(-1, keepdim=True)

@@ -12,67 +12,47 @@ from andon.errors import UserError
 from andon.model.llama import Llama
 from andon.model.shape import Shape
 
+PLAIN = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""What every `config.json` must say, or leave to these defaults."""
+FIELDS = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "intermediate": "intermediate_size",
+    "context": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+}
+"""The fields of a shape, with their names in `config.json`."""
+
 
 def to_hub(shape: Shape, end_token: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """The `config.json` of a shape, with weights of a dtype."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate,
-        "max_position_embeddings": shape.context,
-        "tie_word_embeddings": shape.tied,
-        "rope_theta": shape.rope_theta,
-        "rms_norm_eps": shape.norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": end_token,
-        "eos_token_id": end_token,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
+    sizes = {name: getattr(shape, field) for field, name in FIELDS.items()} | {"head_dim": shape.head_dim}
+    ends = {"bos_token_id": end_token, "eos_token_id": end_token}
+    return {"architectures": ["LlamaForCausalLM"], **PLAIN, **sizes, **ends, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def from_hub(config: dict[str, Any], source: Path) -> Shape:
     """The shape of a `config.json`; an error names the features that this decoder does not have."""
-    unsupported = [
-        f"{key} = {config[key]!r}"
-        for key, expected in (
-            ("model_type", ("llama",)),
-            ("hidden_act", ("silu",)),
-            ("attention_bias", (False,)),
-            ("mlp_bias", (False,)),
-            ("rope_scaling", (None,)),
-        )
-        if key in config and config[key] not in expected
-    ]
+    expected = {**PLAIN, "rope_scaling": None}
+    unsupported = [f"{key} = {config[key]!r}" for key, only in expected.items() if config.get(key, only) != only]
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
         unsupported.append(f"rope_type = {rope['rope_type']!r}")
     if unsupported:
         raise UserError(f"{source} is not a plain Llama", ", ".join(unsupported), "Use a Llama model without these")
+    defaults = {"num_key_value_heads": config.get("num_attention_heads"), "tie_word_embeddings": False}
+    theta = config.get("rope_theta") or rope.get("rope_theta", 10_000.0)
+    known = {**defaults, **config, "rope_theta": theta}
     try:
-        return Shape(
-            vocab=config["vocab_size"],
-            hidden=config["hidden_size"],
-            layers=config["num_hidden_layers"],
-            heads=config["num_attention_heads"],
-            kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
-            intermediate=config["intermediate_size"],
-            context=config["max_position_embeddings"],
-            tied=config.get("tie_word_embeddings", False),
-            rope_theta=config.get("rope_theta") or rope.get("rope_theta", 10_000.0),
-            norm_eps=config["rms_norm_eps"],
-        )
+        return Shape(**{field: known[name] for field, name in FIELDS.items()})
     except KeyError as missing:
-        raise UserError(
-            f"{source} lacks {missing}", "It does not describe a Llama model", "Check the checkpoint's folder"
-        ) from None
+        cause = "It does not describe a Llama model"
+        raise UserError(f"{source} lacks {missing}", cause, "Check the checkpoint's folder") from None
 
 
 def load_model(folder: Path) -> Llama:
@@ -81,11 +61,8 @@ def load_model(folder: Path) -> Llama:
     try:
         config = json.loads(source.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder} is not a checkpoint",
-            f"config.json: {error}",
-            "Name a folder such as runs/demo/checkpoints/checkpoint-400",
-        ) from None
+        remedy = "Name a folder such as runs/demo/checkpoints/checkpoint-400"
+        raise UserError(f"{folder} is not a checkpoint", f"config.json: {error}", remedy) from None
     model = Llama(from_hub(config, source))
     load_weights(model, folder)
     return model
@@ -93,10 +70,9 @@ def load_model(folder: Path) -> Llama:
 
 def load_weights(model: torch.nn.Module, folder: Path) -> None:
     """Copy every tensor of `model.safetensors` (or its numbered parts) into the model."""
-    parts = sorted(folder.glob("model*.safetensors"))
     wanted: dict[str, Tensor] = dict(model.named_parameters())
     found: set[str] = set()
-    for part in parts:
+    for part in sorted(folder.glob("model*.safetensors")):
         with safe_open(part, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dictionary)
                 if name not in wanted:
@@ -111,6 +87,5 @@ def load_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _another_shape(place: Path, detail: str) -> UserError:
-    return UserError(
-        f"{place} does not fit this model", detail, "Use the configuration it was saved with, or another --run.dir"
-    )
+    remedy = "Use the configuration it was saved with, or another --run.dir"
+    return UserError(f"{place} does not fit this model", detail, remedy)

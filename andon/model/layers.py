@@ -28,8 +28,7 @@ class Linear(nn.Linear):
         if not _has_grad_out(self.weight):
             autocast = torch.is_autocast_enabled(x.device.type)
             return F.linear(x, self.weight if autocast else as_f32(self.weight))
-        out: Tensor = _Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return out
+        return _Product.apply(x, self.weight)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Embedding(nn.Embedding):
@@ -38,8 +37,7 @@ class Embedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         if self.weight.dtype == torch.float32 and not _has_grad_out(self.weight):
             return F.embedding(tokens, self.weight)
-        out: Tensor = _Lookup.apply(tokens, self.weight)  # type: ignore[no-untyped-call]
-        return out
+        return _Lookup.apply(tokens, self.weight)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def as_f32(weight: Tensor) -> Tensor:
@@ -48,8 +46,7 @@ def as_f32(weight: Tensor) -> Tensor:
         return weight
     if torch.compiler.is_compiling():
         return weight.float()
-    out: Tensor = _AsF32.apply(weight)  # type: ignore[no-untyped-call]
-    return out
+    return _AsF32.apply(weight)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _AsF32(torch.autograd.Function):

@@ -63,8 +63,7 @@ class Attention(nn.Module):
         repeat = self.heads // self.kv_heads
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)  # B H T D
         y = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
-        y = y.transpose(1, 2).reshape(batch, length, -1)
-        out: Tensor = self.o_proj(y)
+        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
         return out
 
 
@@ -151,8 +150,7 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 width = narrow if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-                drawn = torch.empty(parameter.shape).normal_(0.0, width, generator=generator)
-                parameter.data.copy_(drawn)
+                parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, width, generator=generator))
             else:
                 parameter.data.fill_(1.0)
 

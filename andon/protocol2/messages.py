@@ -13,7 +13,6 @@ VERSION_2: Final[Protocol] = {}
 
 
 @message(VERSION_2, 0x01, "str", "u32", "str")
-@dataclass(frozen=True)
 class JoinRequest(Message):
     """Worker: "I am `node_id`, with so many GPUs. May I join?" """
 
@@ -23,7 +22,6 @@ class JoinRequest(Message):
 
 
 @message(VERSION_2, 0x02, "u32", "u32")
-@dataclass(frozen=True)
 class JoinAccepted(Message):
     """Server: "Welcome. You are number `worker_id` of `total_workers`." """
 
@@ -32,7 +30,6 @@ class JoinAccepted(Message):
 
 
 @message(VERSION_2, 0x03, "u64", "u64", "u64")
-@dataclass(frozen=True)
 class ShardAssignment(Message):
     """Server: "In this step, work on samples `shard_start` up to `shard_end`." """
 
@@ -42,7 +39,6 @@ class ShardAssignment(Message):
 
 
 @message(VERSION_2, 0x04, "u64", "u32", "f32[]", "f32", "u64", "u64")
-@dataclass(frozen=True, eq=False)
 class GradientPayload(Message):
     """Worker: "Here is my whole gradient of the step, my loss, and how many of `total` I got right." """
 
@@ -55,7 +51,6 @@ class GradientPayload(Message):
 
 
 @message(VERSION_2, 0x05, "u64", "f32[]", "f32")
-@dataclass(frozen=True, eq=False)
 class AveragedGradient(Message):
     """Server: "This is the mean of everyone's gradient, and the loss over all samples." """
 
@@ -65,7 +60,6 @@ class AveragedGradient(Message):
 
 
 @message(VERSION_2, 0x06, "str", "u64")
-@dataclass(frozen=True)
 class Heartbeat(Message):
     """Either: "I am still here." """
 
@@ -74,13 +68,11 @@ class Heartbeat(Message):
 
 
 @message(VERSION_2, 0x07)
-@dataclass(frozen=True)
 class Shutdown(Message):
     """Server: "We are done. Goodbye." """
 
 
 @message(VERSION_2, 0x08, "u64", "u32", "u32", "u32", "u32[]", "f32[]")
-@dataclass(frozen=True, eq=False)
 class BlockGradientPayload(Message):
     """Worker: "Here is my gradient of one block, its components laid end to end in these sizes." """
 
@@ -93,7 +85,6 @@ class BlockGradientPayload(Message):
 
 
 @message(VERSION_2, 0x09, "u64", "u32", "u32[]", "f32[]")
-@dataclass(frozen=True, eq=False)
 class AveragedBlockGradient(Message):
     """Server: "This is the mean gradient of that block, in the same sizes." """
 
@@ -104,7 +95,6 @@ class AveragedBlockGradient(Message):
 
 
 @message(VERSION_2, 0x0A, "u64", "u32", "u8", "f32[]")
-@dataclass(frozen=True, eq=False)
 class NonBlockGradientPayload(Message):
     """Worker: "Here is my gradient of the LM head (0), the final norm (1) or the embedding (2)." """
 
@@ -115,7 +105,6 @@ class NonBlockGradientPayload(Message):
 
 
 @message(VERSION_2, 0x0B, "u64", "u8", "f32[]")
-@dataclass(frozen=True, eq=False)
 class AveragedNonBlockGradient(Message):
     """Server: "This is the mean gradient of that component." """
 

@@ -7,8 +7,6 @@ reads to the end what the others sent, so that it can go on serving them, and th
 worker. A gradient that is not finite raises in the same way but drops nobody.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import socket
@@ -17,31 +15,17 @@ from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from andon.protocol2.messages import (
-    VERSION_2,
-    AveragedBlockGradient,
-    AveragedGradient,
-    AveragedNonBlockGradient,
-    BlockGradientPayload,
-    GradientPayload,
-    Head,
-    JoinAccepted,
-    JoinRequest,
-    NonBlockGradientPayload,
-    ShardAssignment,
-    Shutdown,
-    decode_tail,
-)
+from andon.protocol2 import messages
 from andon.protocol2.worker_pool import LONGEST_HEAD, Worker, WorkerPool
 from andon.transport.base import GroupError, GroupTimeout, ProtocolError, one_node_each
 from andon.transport.tcp.connect import introductions, listen
 from andon.transport.tcp.frames import Floats, Message, decode, frame
-from andon.transport.tcp.stream import Incoming, nothing, read_frame
+from andon.transport.tcp.stream import Incoming, read_frame
 
 PIECE_ELEMENTS: Final = 1 << 17
 """Floats that are read from each worker at once."""
@@ -122,67 +106,64 @@ class GradientServer:
         size = total_samples // max(1, self.worker_count)
         places = {worker: place for place, worker in enumerate(self._pool.workers)}
 
-        def assignment(worker: Worker) -> ShardAssignment:
+        def assignment(worker: Worker) -> messages.ShardAssignment:
             place = places[worker]
             end = total_samples if place == len(places) - 1 else (place + 1) * size
-            return ShardAssignment(step, place * size, end)
+            return messages.ShardAssignment(step, place * size, end)
 
         self._pool.send(assignment, f"sending the shards of step {step}")
 
     def collect_and_reduce(self, step: int) -> Reduced:
         """The mean of everyone's whole gradient, with loss and accuracy over all samples."""
-        started = time.monotonic()
-        _, gradients, tails = self._collect(GradientPayload, step, "whole vector")
+        _, gradients, tails, milliseconds = self._collect(messages.GradientPayload, step, "whole vector")
         total = sum(samples for _, _, samples in tails)
         loss = sum(loss * samples for loss, _, samples in tails) / total if total else 0.0
         correct = sum(correct for _, correct, _ in tails)
-        return Reduced(gradients, loss, correct, total, 1000 * (time.monotonic() - started))
+        return Reduced(gradients, loss, correct, total, milliseconds)
 
     def collect_and_reduce_block(self, step: int, block: int) -> ReducedBlock:
         """The mean of everyone's gradient of one block."""
-        started = time.monotonic()
-        head, gradients, _ = self._collect(BlockGradientPayload, step, f"block {block}", block)
-        return ReducedBlock(block, head.values[4], gradients, 1000 * (time.monotonic() - started))
+        part = f"block {block}"
+        head, gradients, _, milliseconds = self._collect(messages.BlockGradientPayload, step, part, block)
+        return ReducedBlock(block, head.values[4], gradients, milliseconds)
 
     def collect_and_reduce_non_block(self, step: int, component: int) -> ReducedComponent:
         """The mean of everyone's gradient of the LM head (0), the final norm (1) or the embedding (2)."""
-        started = time.monotonic()
-        where = f"component {component}"
-        _, gradients, _ = self._collect(NonBlockGradientPayload, step, where, component)
-        return ReducedComponent(component, gradients, 1000 * (time.monotonic() - started))
+        part = f"component {component}"
+        _, gradients, _, milliseconds = self._collect(messages.NonBlockGradientPayload, step, part, component)
+        return ReducedComponent(component, gradients, milliseconds)
 
     def broadcast_averaged(self, step: int, result: Reduced) -> None:
         """Send everyone the mean of whole gradients."""
-        self._broadcast(AveragedGradient(step, result.gradients, result.global_loss))
+        self._broadcast(messages.AveragedGradient(step, result.gradients, result.global_loss))
 
     def broadcast_averaged_block(self, step: int, result: ReducedBlock) -> None:
         """Send everyone the mean gradient of a block."""
-        sizes = result.component_sizes
-        self._broadcast(AveragedBlockGradient(step, result.block, sizes, result.gradients))
+        self._broadcast(messages.AveragedBlockGradient(step, result.block, result.component_sizes, result.gradients))
 
     def broadcast_averaged_non_block(self, step: int, result: ReducedComponent) -> None:
         """Send everyone the mean gradient of a component."""
-        self._broadcast(AveragedNonBlockGradient(step, result.component, result.gradients))
+        self._broadcast(messages.AveragedNonBlockGradient(step, result.component, result.gradients))
 
     def shutdown_workers(self) -> None:
         """Tell everyone that the session is over."""
-        self._broadcast(Shutdown())
+        self._broadcast(messages.Shutdown())
 
     def close(self) -> None:
         """Disconnect everyone and stop listening; safe to call twice."""
         self._pool.close()
         self._listener.close()
 
-    def __enter__(self) -> GradientServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _admit(self, sock: socket.socket, request: JoinRequest, count: int) -> None:
+    def _admit(self, sock: socket.socket, request: messages.JoinRequest, count: int) -> None:
         worker = Worker(self._joined, request.node_id, request.gpu_count, request.backend, sock)
         try:
-            sock.send(frame(JoinAccepted(worker.worker_id, count)))
+            sock.send(frame(messages.JoinAccepted(worker.worker_id, count)))
         except OSError as error:
             log.warning("worker %d left while it joined: %s", worker.worker_id, error)
             sock.close()
@@ -195,11 +176,12 @@ class GradientServer:
 
     def _collect(
         self, expected: type[Message], step: int, where: str, part: int | None = None
-    ) -> tuple[Head, Floats, list[tuple[Any, ...]]]:
-        """One gradient from everyone: a head, the mean, and each worker's fields after the floats."""
+    ) -> tuple[messages.Head, Floats, list[tuple[Any, ...]], float]:
+        """One gradient from everyone: a head, the mean, each worker's fields after the floats, milliseconds."""
+        started = time.monotonic()
         operation = f"collecting {where} of step {step}"
 
-        def accept(worker: Worker, head: Head) -> None:
+        def accept(worker: Worker, head: messages.Head) -> None:
             if head.message is not expected:
                 raise ProtocolError(f"{head.message.__name__} where {expected.__name__} was expected")
             if head.values[0] != step:
@@ -208,17 +190,16 @@ class GradientServer:
                 raise ProtocolError(f"it calls itself worker {head.values[1]}")
             if part is not None and head.values[2] != part:
                 raise ProtocolError(f"{where.split()[0]} {head.values[2]} where {part} was expected")
-            if expected is BlockGradientPayload and sum(head.values[4]) != head.count:
+            if expected is messages.BlockGradientPayload and sum(head.values[4]) != head.count:
                 raise ProtocolError(f"sizes for {sum(head.values[4]):,} of {head.count:,} floats")
 
-        heads = self._pool.heads(accept, operation)
-        head = self._agree(heads, operation)
+        head = self._agree(self._pool.heads(accept, operation), operation)
         mean = self._mean(head.count, step, where, operation)
         tails = self._tails(head, step, operation)
         self._pool.raise_failure()
-        return head, mean, tails
+        return head, mean, tails, 1000 * (time.monotonic() - started)
 
-    def _agree(self, heads: dict[Worker, Head], operation: str) -> Head:
+    def _agree(self, heads: dict[Worker, messages.Head], operation: str) -> messages.Head:
         """The head that most workers sent; a worker that sent another shape is dropped."""
         shapes = {worker: (head.count, head.values[3:]) for worker, head in heads.items()}
         if not shapes:
@@ -248,12 +229,12 @@ class GradientServer:
                 np.divide(leaves[0], np.float32(len(leaves)), out=mean[lo : lo + size])
         return mean
 
-    def _tails(self, head: Head, step: int, operation: str) -> list[tuple[Any, ...]]:
+    def _tails(self, head: messages.Head, step: int, operation: str) -> list[tuple[Any, ...]]:
         if not head.tail:
             return []
         tails = {worker: np.empty(head.tail, np.uint8) for worker in self._pool.workers}
         self._fill(tails, operation)
-        values = [decode_tail(head.message, tails[worker].data) for worker in self._pool.workers]
+        values = [messages.decode_tail(head.message, tails[worker].data) for worker in self._pool.workers]
         for worker, (loss, _, _) in zip(self._pool.workers, values, strict=True):
             if not math.isfinite(loss):
                 self._pool.fail(NonFiniteGradient(worker.worker_id, step, "loss"))
@@ -261,14 +242,14 @@ class GradientServer:
 
     def _fill(self, buffers: Mapping[Worker, npt.NDArray[Any]], operation: str) -> None:
         streams = [
-            Incoming(worker.sock, worker.worker_id, [buffer.view(np.uint8).data].__getitem__, nothing, 1)
+            Incoming(worker.sock, worker.worker_id, 1, [buffer.view(np.uint8).data].__getitem__)
             for worker, buffer in buffers.items()
         ]
         self._pool.run(streams, operation)
 
 
-def _read_join() -> Generator[memoryview, None, JoinRequest]:
-    request = decode((yield from read_frame(LONGEST_HEAD)), VERSION_2)
-    if not isinstance(request, JoinRequest):
+def _read_join() -> Generator[memoryview, None, messages.JoinRequest]:
+    request = decode((yield from read_frame(LONGEST_HEAD)), messages.VERSION_2)
+    if not isinstance(request, messages.JoinRequest):
         raise ProtocolError(f"{type(request).__name__} where JoinRequest was expected")
     return request

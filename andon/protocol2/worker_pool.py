@@ -1,7 +1,7 @@
 """The workers of a gradient server, read from and written to all at the same time.
 
-A worker that disconnects, stalls or breaks the protocol is dropped, and the others go on; the first such
-failure is kept for the caller to raise when the others have been served.
+A worker that disconnects, stalls or breaks the protocol is dropped, and the others go on; the first such failure is
+kept for the caller to raise when the others have been served.
 """
 
 import logging
@@ -17,16 +17,7 @@ from andon.protocol2.heartbeat import HeartbeatThread
 from andon.protocol2.messages import Head, Heartbeat, decode_head
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
 from andon.transport.tcp.frames import LENGTH, MAX_FRAME, Buffer, Message, encode, frame, payload_length
-from andon.transport.tcp.stream import (
-    MessageReader,
-    Outgoing,
-    Stream,
-    StreamBroken,
-    StreamFailed,
-    StreamStalled,
-    move_all,
-    nothing,
-)
+from andon.transport.tcp.stream import MessageReader, Outgoing, Stream, StreamFailed, move_all
 
 LONGEST_HEAD: Final = 1 << 20
 PIECE_BYTES: Final = 1 << 19
@@ -49,8 +40,7 @@ class Worker:
 
 
 class WorkerPool:
-    """The connected workers of a server, which may be silent for `dead_after` seconds; the server sends them
-    heartbeats."""
+    """The connected workers of a server; they may be silent for `dead_after` seconds, and get heartbeats."""
 
     def __init__(self, dead_after: float, heartbeat: float) -> None:
         self.workers: list[Worker] = []
@@ -76,14 +66,12 @@ class WorkerPool:
 
     def send(self, message: Callable[[Worker], Message], operation: str) -> None:
         """Send each worker its message; raises, when all have been served, if one could not be."""
-        workers = list(self.workers)
         streams = []
-        for worker in workers:
-            pieces = _cut(encode(message(worker)))
-            streams.append(Outgoing(worker.sock, worker.worker_id, pieces.__getitem__, nothing, len(pieces)))
         with ExitStack() as held:
-            for worker in workers:
+            for worker in self.workers:
                 held.enter_context(worker.sending)
+                pieces = _cut(encode(message(worker)))
+                streams.append(Outgoing(worker.sock, worker.worker_id, len(pieces), pieces.__getitem__))
             self.run(streams, operation)
         self.raise_failure()
 
@@ -150,9 +138,9 @@ def read_head() -> Generator[memoryview, None, Head]:
 
 def _error(failed: StreamFailed, operation: str, seconds: float) -> GroupError:
     rank = failed.stream.peer
-    if isinstance(failed, StreamBroken):
+    if failed.cause == "lost":
         return PeerLost(rank, operation, seconds, failed.detail)
-    if isinstance(failed, StreamStalled):
+    if failed.cause == "stalled":
         return GroupTimeout(rank, operation, seconds)
     return ProtocolError(f"worker {rank} broke the protocol in {operation}: {failed.detail}")
 

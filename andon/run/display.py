@@ -1,6 +1,7 @@
 """What a user sees of a run: plan, progress, samples, halt, end; plain lines without a terminal."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
 from andon.config.schema import Config
 from andon.errors import UserError
@@ -37,6 +38,12 @@ def _human(count: float, units: tuple[str, ...]) -> str:
     return f"{count:.3g}{units[-1]}"
 
 
+def byte_progress(console: Console) -> Progress:
+    """A progress bar over bytes, which disappears at the end; none without a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 def show_error(console: Console, error: UserError) -> None:
     """Three lines: what happened, the likely cause, what to try."""
     console.print(f"[bold red]{escape(error.what)}[/]", soft_wrap=True)
@@ -47,9 +54,7 @@ def show_error(console: Console, error: UserError) -> None:
 def show_plan(console: Console, config: Config) -> None:
     """Print the plan of a run."""
     plan, train, shape = make_plan(config), config.train, config.shape
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
+    table = Table.grid(Column(style="bold"), "", padding=(0, 2))
     width = f"{shape.layers} blocks of width {shape.hidden}"
     table.add_row("model", f"{config.model.preset} · {human_count(plan.parameters)} parameters · {width}")
     table.add_row("data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}")
@@ -62,23 +67,15 @@ def show_plan(console: Console, config: Config) -> None:
     if plan.sent:
         table.add_row("traffic", f"{human_bytes(plan.sent)} a step and rank")
     table.add_row("folder", escape(str(config.run.dir)))
-    if console.is_terminal:
-        console.print(Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False))
-    else:
-        console.print(table)
+    panel = Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False)
+    console.print(panel if console.is_terminal else table)
 
 
 def _parts(memory: Memory) -> str:
-    named = [
-        ("torch and Andon", memory.program),
-        ("weights", memory.weights),
-        ("gradients", memory.gradients),
-        ("optimizer", memory.optimizer),
-        ("activations", memory.activations),
-        ("exchange", memory.exchange),
-        ("copies for a save", memory.snapshot + memory.weights_snapshot),
-    ]
-    return ", ".join(f"{name} {human_bytes(count)}" for name, count in named if count)
+    parts = asdict(memory)
+    copies = parts.pop("snapshot") + parts.pop("weights_snapshot")
+    named = {"torch and Andon": parts.pop("program"), **parts, "copies for a save": copies}
+    return ", ".join(f"{name} {human_bytes(count)}" for name, count in named.items() if count)
 
 
 class Display:
@@ -87,10 +84,8 @@ class Display:
     def __init__(self, console: Console, config: Config) -> None:
         self.console, self.config = console, config
         self.facts: dict[str, str] = {}
-        self.sample = ""
-        self.started = 0.0
-        self.first_step = 0
-        self.floor = ""
+        self.sample, self.floor = "", ""
+        self.started, self.first_step = 0.0, 0
         self._last_line = 0.0
         self._output_closed = False
         self._progress = Progress(
@@ -222,9 +217,7 @@ def show_halt(console: Console, config: Config, event: Event) -> None:
 def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> None:
     """Print how a run ended, and what to do next."""
     checkpoint = folder / "checkpoints" / f"checkpoint-{summary['step']}"
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
     table.add_row("steps", f"{summary['step']:,} · {human_count(summary['tokens'])} tokens")
     table.add_row("loss", f"{summary['loss']:.4f} · validation {summary['validation_loss']:.4f}")
     if "valid_share" in summary:

@@ -3,33 +3,30 @@
 import math
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from andon.data import stories
+from andon.data.batches import Batch
 from andon.data.tokenizer import Tokenizer
 from andon.model.generate import sample
 from andon.model.llama import Llama
 from andon.transport.base import Group
 
-Batch = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 PART = struct.Struct("<IdQ")  # micro-batch, summed loss, tokens
 
 
 @torch.no_grad()
 def validation_loss(model: Llama, batches: Iterable[Batch], group: Group) -> float:
     """Mean loss per token. Ranks share the micro-batches; the sum is exact, so their number cannot matter."""
-    mine = b""
-    device = model.cos.device
+    mine, device = b"", model.cos.device
     for number, (x, y) in enumerate(batches):
         if number % group.world_size == group.rank:
             loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
             mine += PART.pack(number, loss.item(), y.size)
     parts = [part for packed in group.all_gather_bytes(mine) for part in PART.iter_unpack(packed)]
-    tokens = sum(int(count) for _, _, count in parts)
+    tokens: int = sum(count for _, _, count in parts)
     return math.fsum(loss for _, loss, _ in parts) / tokens
 
 
@@ -40,13 +37,11 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 
 def write(model: Llama, tokenizer: Tokenizer, count: int, temperature: float, seed: int) -> list[str]:
     """Sample texts without a prompt, each up to the end token or one context long."""
-    start = [[tokenizer.end]] * count
-    rows = sample(model, start, tokenizer.end, model.shape.context - 1, temperature, seed)
+    rows = sample(model, [[tokenizer.end]] * count, tokenizer.end, model.shape.context - 1, temperature, seed)
     return [tokenizer.decode(row) for row in rows]
 
 
-@dataclass(frozen=True)
-class StoryScore:
+class StoryScore(NamedTuple):
     """The share of sampled stories that are valid, and how many of them are in the training text."""
 
     valid_share: float
@@ -56,8 +51,7 @@ class StoryScore:
 def story_score(samples: list[str], seed: int, count: int) -> StoryScore:
     """Check sampled stories against the grammar and against the `count` training stories of a seed."""
     training = set(stories.stories(seed, count))
-    valid = sum(map(stories.is_valid, samples))
-    return StoryScore(valid / len(samples), sum(text in training for text in samples))
+    return StoryScore(sum(map(stories.is_valid, samples)) / len(samples), sum(text in training for text in samples))
 
 
 def loss_floor(story_count: int, token_count: int) -> float:

@@ -129,11 +129,8 @@ class Recorder:
 
 def cannot_write(error: OSError) -> UserError:
     """The error for lost events."""
-    return UserError(
-        "The run's events cannot be written",
-        str(error),
-        "Free some space or choose another --run.dir; the checkpoints are intact",
-    )
+    remedy = "Free some space or choose another --run.dir; the checkpoints are intact"
+    return UserError("The run's events cannot be written", str(error), remedy)
 
 
 def as_json(fields: Any, indent: int | None = None) -> str:
@@ -160,6 +157,4 @@ def cut_last_line(path: Path) -> None:
 def read(folder: Path) -> Iterator[Event]:
     """The events of a run, without an incomplete last line."""
     with open(folder / "metrics.jsonl", encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+        yield from (json.loads(line) for line in file if line.endswith("\n"))

@@ -30,15 +30,9 @@ class RunFolder:
             self.hold()
         except OSError as error:
             if error.errno == errno.EBUSY:
-                holder = read_mark(self.folder).partition(" ")[0]
-                raise UserError(
-                    f"{self.folder} is in use",
-                    f"Process {holder} is training there",
-                    "Wait for it, or choose another --run.dir",
-                ) from None
-            raise UserError(
-                f"The run cannot use {self.folder}", f"{error.strerror}", "Choose another --run.dir"
-            ) from None
+                cause = f"Process {read_mark(self.folder).partition(' ')[0]} is training there"
+                raise UserError(f"{self.folder} is in use", cause, "Wait for it, or choose another --run.dir") from None
+            raise UserError(f"{self.folder} cannot be used", f"{error.strerror}", "Choose another --run.dir") from None
         put_back(self.folder / "checkpoints")
 
     def hold(self) -> None:
@@ -56,23 +50,25 @@ class RunFolder:
         lock.truncate(0)
         lock.write(self._mark)
         lock.flush()
-        self.release()
+        self.close()
         self._lock = lock
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Unlock the folder."""
         if self._lock:
             self._lock.close()
             self._lock = None
 
     def move_aside(self) -> Path | None:
-        """Rename the folder if it holds a run, so that a new run can start; gives the new name."""
+        """Rename the folder if it holds a run and take an empty one; gives the new name."""
         if not (self.folder / "metrics.jsonl").exists() and not newest(self.folder / "checkpoints"):
             return None
         number = 1
         while (aside := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
             number += 1
         self.folder.rename(aside)
+        self.close()
+        self.take()
         return aside
 
     def resume_from(self, resume: str) -> Path | None:
@@ -84,17 +80,12 @@ class RunFolder:
         folder = Path(resume)
         known, found = verify_named(folder), newest(self.folder / "checkpoints")
         if known and found and step_of(found) > known.step:
-            raise UserError(
-                f"{self.folder} already has {found.name}",
-                f"{folder.name} is older: the new branch would be pruned before the later checkpoints",
-                "Choose another --run.dir for the new branch",
-            )
+            cause = f"{folder.name} is older: the new branch would be pruned before the later checkpoints"
+            remedy = "Choose another --run.dir for the new branch"
+            raise UserError(f"{self.folder} already has {found.name}", cause, remedy)
         if known is None:
-            raise UserError(
-                f"{folder} is not a checkpoint",
-                "It has no manifest.json",
-                "Name a folder checkpoint-STEP, or use --resume auto",
-            )
+            remedy = "Name a folder checkpoint-STEP, or use --resume auto"
+            raise UserError(f"{folder} is not a checkpoint", "It has no manifest.json", remedy)
         return folder
 
     def _newest_good(self) -> Path | None:
@@ -108,11 +99,8 @@ class RunFolder:
             except Damaged as error:
                 self.notes.append(f"{found.name} is damaged and skipped: {error}")
         if self.notes:
-            raise UserError(
-                f"No checkpoint in {checkpoints} is good",
-                "; ".join(self.notes),
-                "Restore one from a copy, or start a new run with --resume none",
-            )
+            remedy = "Restore one from a copy, or start a new run with --resume none"
+            raise UserError(f"No checkpoint in {checkpoints} is good", "; ".join(self.notes), remedy)
         return None
 
     def begin(self, config: Config) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from andon.config.load import build
 from andon.config.schema import Config
 from andon.engine.order import Order, make_order
 from andon.model.shape import Shape
@@ -26,8 +27,6 @@ LIBRARIES: Final = 110_000_000
 """Pages of libraries in use, which all workers of a machine share."""
 ALLOCATOR: Final = 1.4
 """What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
-MOMENT_BYTES: Final = 2 * 4
-"""AdamW keeps two f32 moments for each parameter."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,6 @@ class Plan:
         return plan
 
 
-@dataclass(frozen=True)
-class Change:
-    """What the plan would be with some keys set otherwise."""
-
-    keys: dict[str, Any]
-    plan: Plan
-
-
 def make_plan(config: Config) -> Plan:
     """The arithmetic of a configuration."""
     shape, order = config.shape, make_order(config.train.slots, config.workers)
@@ -94,10 +85,10 @@ def make_plan(config: Config) -> Plan:
         program=PROGRAM + LIBRARIES // config.workers if on_host else 0,
         weights=weight_bytes(config) * shape.parameters,
         gradients=4 * shape.parameters * rows,
-        optimizer=(MOMENT_BYTES + master_bytes(config)) * owned(config),
+        optimizer=state_bytes(config) * owned(config),
         activations=round(ALLOCATOR * (live_activations(shape, config.train.micro_batch) + widened(config))),
         exchange=exchange_buffers(config),
-        snapshot=(MOMENT_BYTES + master_bytes(config)) * saved(config) if on_host else 0,
+        snapshot=state_bytes(config) * saved(config) if on_host else 0,
         weights_snapshot=weight_bytes(config) * shape.parameters if on_host else 0,
     )
     tokens = config.tokens_per_step
@@ -109,9 +100,9 @@ def weight_bytes(config: Config) -> int:
     return 2 if config.train.weights == "bf16" else 4
 
 
-def master_bytes(config: Config) -> int:
-    """Bytes of a weight that AdamW keeps in f32 because the model's is rounded."""
-    return 4 if config.train.weights == "bf16" else 0
+def state_bytes(config: Config) -> int:
+    """Bytes that AdamW keeps for a weight: two f32 moments, and an f32 master of one that is rounded."""
+    return 12 if config.train.weights == "bf16" else 8
 
 
 def widened(config: Config) -> int:
@@ -179,16 +170,14 @@ def sent(config: Config, order: Order) -> int:
     return round(transport.bytes_sent(traffic))
 
 
-def changes(config: Config) -> Iterator[Change]:
+def changes(config: Config) -> list[tuple[dict[str, Any], Plan]]:
     """What other settings would change: each with the plan it would give."""
-    for keys in _other_settings(config):
-        yield Change(keys, make_plan(_with(config, keys)))
+    return [(keys, make_plan(_with(config, keys))) for keys in _other_settings(config)]
 
 
 def _other_settings(config: Config) -> Iterator[dict[str, Any]]:
     slots, micro_batch, workers = config.train.slots, config.train.micro_batch, config.workers
-    counts = sorted({workers, *(2**power for power in range(4))})
-    for count in (count for count in counts if count <= slots):
+    for count in sorted(count for count in {workers, 1, 2, 4, 8} if count <= slots):
         for policy in ("off", "even") if count > 1 else ("off",):
             if (count, policy) != (workers, config.zero.policy):
                 yield {"workers": count, "zero.policy": policy, "zero.replicas": 1}
@@ -209,7 +198,4 @@ def _with(config: Config, keys: dict[str, Any]) -> Config:
     values = config.model_dump()
     if keys.get("workers", 1) > 1 and not TRANSPORTS[config.group.transport].connects:
         values["group"]["transport"] = "auto"
-    for key, value in keys.items():
-        section, _, name = key.rpartition(".")
-        (values[section] if section else values)[name] = value
-    return Config.model_validate(values).on_this_machine()
+    return build(values, keys).on_this_machine()

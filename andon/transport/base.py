@@ -1,13 +1,13 @@
 """A group: the ranks that exchange, and what they can do together.
 
-Two collectives carry everything. `reduce_scatter` sums the ranks' contributions in the order of
-`andon.engine.order`; afterwards rank r holds the sum of elements [bounds[r], bounds[r + 1]). `all_gather`
-gives every rank each rank's part. An all-reduce is one after the other; a broadcast is a gather in which one
-rank owns everything. Both work in place on flat tensors, so that an arena is exchanged without a copy.
+Two collectives carry everything. `reduce_scatter` sums the ranks' contributions in the order of `andon.engine.order`;
+afterwards rank r holds the sum of elements [bounds[r], bounds[r + 1]). `all_gather` gives every rank each rank's part.
+An all-reduce is one after the other; a broadcast is a gather in which one rank owns everything. Both work in place on
+flat tensors, so that an arena is exchanged without a copy.
 
-A contribution has one *row* per node (see `andon.engine.order`): a tensor of shape (rows, n), or (n,) for one
-row. Sums end in the first row. Everything blocks, has a deadline, and fails with an exception that names the
-peer, the operation and the seconds it took.
+A contribution has one *row* per node (see `andon.engine.order`): a tensor of shape (rows, n), or (n,) for one row. Sums
+end in the first row. Everything blocks, has a deadline, and fails with an exception that names the peer, the operation
+and the seconds it took.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, Literal, Protocol
@@ -32,6 +32,7 @@ INLINE_BYTES: Final = 252
 SMALL_MESSAGE: Final = struct.Struct(f"<I{INLINE_BYTES}s")
 """A small message: its length and its first bytes."""
 LONGEST_MESSAGE: Final = 1 << 26
+SCRATCH_BYTES: Final = 8 << 20
 
 
 class GroupError(Exception):
@@ -93,14 +94,8 @@ class Group(ABC):
     rank: int
     world_size: int
     transport: str = "local"
-    """The name of its transport."""
     bytes_sent: int = 0
     """Payload that this rank has sent; in shared memory, what it moved between its own and others'."""
-
-    @property
-    def reduce_preserves_inputs(self) -> bool:
-        """Whether a reduce-scatter changes nothing but a rank's own part of its first row."""
-        return TRANSPORTS[self.transport].reduce_preserves_inputs
 
     @classmethod
     @abstractmethod
@@ -119,9 +114,9 @@ class Group(ABC):
         """Everybody's small message, by rank. A short one takes one all-gather, a longer one two."""
         import torch
 
-        cells = torch.zeros(self.world_size, SMALL_MESSAGE.size, dtype=torch.uint8)
-        cells[self.rank] = _bytes_tensor(SMALL_MESSAGE.pack(len(data), data[:INLINE_BYTES]))
         size = SMALL_MESSAGE.size
+        cells = torch.zeros(self.world_size, size, dtype=torch.uint8)
+        cells[self.rank] = _bytes_tensor(SMALL_MESSAGE.pack(len(data), data[:INLINE_BYTES]))
         self.all_gather(cells.view(-1), range(0, size * (self.world_size + 1), size))
         starts = [SMALL_MESSAGE.unpack(cell.numpy()) for cell in cells]
         rests = [max(0, length - INLINE_BYTES) for length, _ in starts]
@@ -187,20 +182,17 @@ class Transport:
 
     name: str
     group: str
-    """Module and class of its group; imported when a group is opened."""
+    """Module, within `andon.transport`, and class of its group; imported when a group is opened."""
     bytes_sent: Callable[[Traffic], float]
     """Bytes that a rank sends in a step, on average over the ranks."""
-    buffers: Callable[[int], int]
+    buffers: Callable[[int], int] = lambda unit: SCRATCH_BYTES
     """Bytes that a rank holds besides the gradients, if the largest unit has so many."""
     connects: bool = True
     """Whether it connects several workers."""
-    one_machine: bool = False
-    """Whether all workers must run on one machine."""
     needs_server: bool = False
     """Whether the ranks need a server process."""
     uses_worker_cores: bool = False
-    """Whether a collective computes on the workers' own cores, so that gathering weights in the background of
-    forward does not pay."""
+    """Whether a collective computes on the workers' own cores, so that a gather in the background does not pay."""
     reduce_preserves_inputs: bool = False
     """Whether a reduce-scatter changes nothing but a rank's own part of its first row."""
     rounds_on_wire: bool = True
@@ -208,20 +200,18 @@ class Transport:
     one_order: bool = True
     """Whether sums are added in the one order for any number of ranks and rows."""
     zero_pays: bool = True
-    """Whether `zero.policy: auto` shares out the optimizer state: the gather of weights must cost less than
-    the smaller update saves."""
+    """Whether `zero.policy: auto` shares out the optimizer state: does the gather cost less than the update saves?"""
 
     def open(self, rendezvous: Rendezvous, settings: Settings) -> Group:
         """Open a group with everyone at the rendezvous."""
         module, _, name = self.group.partition(":")
-        group: type[Group] = getattr(import_module(module), name)
+        group: type[Group] = getattr(import_module(f"andon.transport.{module}"), name)
         return group.open(rendezvous, settings)
 
 
-def _by_parts(rows: float, traffic: Traffic) -> float:
+def _by_parts(traffic: Traffic) -> float:
     """Every rank keeps its own of N parts and sends the others: of its rows, of the sum, of the weights."""
-    sums = traffic.gradient if traffic.whole_sum else 0
-    total = rows * traffic.gradient + sums + traffic.weights
+    total = (traffic.rows + traffic.whole_sum) * traffic.gradient + traffic.weights
     return total * (traffic.workers - 1) / traffic.workers
 
 
@@ -230,51 +220,23 @@ def _to_server(traffic: Traffic) -> float:
     return traffic.rows * traffic.gradient + traffic.weights / traffic.workers
 
 
-SCRATCH_BYTES: Final = 8 << 20
-
 TRANSPORTS: Final[dict[str, Transport]] = {
     each.name: each
     for each in (
         Transport(
-            "local",
-            "andon.transport.local:LocalGroup",
-            bytes_sent=lambda traffic: 0,
-            buffers=lambda unit: 0,
-            connects=False,
-            one_machine=True,
-            zero_pays=False,
+            "local", "local:LocalGroup", lambda traffic: 0, buffers=lambda unit: 0, connects=False, zero_pays=False
         ),
         Transport(
             "shm",
-            "andon.transport.shm.group:ShmGroup",
-            bytes_sent=lambda traffic: _by_parts(traffic.rows, traffic),
-            buffers=lambda unit: SCRATCH_BYTES,
-            one_machine=True,
+            "shm.group:ShmGroup",
+            _by_parts,
             uses_worker_cores=True,
             reduce_preserves_inputs=True,
             rounds_on_wire=False,
         ),
-        Transport(
-            "star",
-            "andon.transport.tcp.star:StarGroup",
-            bytes_sent=_to_server,
-            buffers=lambda unit: SCRATCH_BYTES,
-            needs_server=True,
-            zero_pays=False,
-        ),
-        Transport(
-            "ring",
-            "andon.transport.tcp.ring:RingGroup",
-            bytes_sent=lambda traffic: _by_parts(1, traffic),
-            buffers=lambda unit: SCRATCH_BYTES,
-            one_order=False,
-        ),
-        Transport(
-            "torch",
-            "andon.transport.torch_dist:TorchGroup",
-            bytes_sent=lambda traffic: _by_parts(traffic.rows, traffic),
-            buffers=lambda unit: unit,
-        ),
+        Transport("star", "tcp.star:StarGroup", _to_server, needs_server=True, zero_pays=False),
+        Transport("ring", "tcp.ring:RingGroup", lambda traffic: _by_parts(replace(traffic, rows=1)), one_order=False),
+        Transport("torch", "torch_dist:TorchGroup", _by_parts, buffers=lambda unit: unit),
     )
 }
 
@@ -283,11 +245,8 @@ def open_group(transport: str, rendezvous: Rendezvous, settings: Settings | None
     """Open a group over a transport with everyone at the rendezvous."""
     found = TRANSPORTS.get(transport)
     if found is None:
-        raise UserError(
-            f"there is no transport {transport!r}",
-            "group.transport names how workers exchange",
-            f"choose one of {', '.join(TRANSPORTS)}",
-        )
+        cause = "group.transport names how workers exchange"
+        raise UserError(f"there is no transport {transport!r}", cause, f"choose one of {', '.join(TRANSPORTS)}")
     if not found.connects and rendezvous.world_size > 1:
         raise UserError(
             f"transport {transport!r} cannot connect {rendezvous.world_size} workers",

@@ -1,8 +1,7 @@
 """A group of one worker."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 
@@ -17,7 +16,7 @@ class LocalGroup(Group):
     world_size = 1
 
     @classmethod
-    def open(cls, rendezvous: Rendezvous, settings: Settings) -> LocalGroup:
+    def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
         return cls()
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:

@@ -1,15 +1,13 @@
 """The adapter over torch.distributed: Gloo, NCCL, whatever the cluster has.
 
-The one order of addition needs every contribution in one place, so a reduce-scatter is an all-to-all of
-*parts* (each rank sends part j of each of its rows to rank j), after which every rank adds its own part in
-the order of `andon.engine.order`; with the all-gather that follows, the bytes are those of a ring. All
-transfers are point to point, because then a failure names a peer: each transfer has exactly one.
+The one order of addition needs every contribution in one place, so a reduce-scatter is an all-to-all of *parts* (each
+rank sends part j of each of its rows to rank j), after which every rank adds its own part in the order of
+`andon.engine.order`; with the all-gather that follows, the bytes are those of a ring. All transfers are point to point,
+because then a failure names a peer: each transfer has exactly one.
 
-With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32; a plain all-gather moves
-what it is given, exactly.
+With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32; a plain all-gather moves what it is
+given, exactly.
 """
-
-from __future__ import annotations
 
 import re
 import threading
@@ -18,25 +16,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Final, Self
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from andon.engine.order import Order, shares
-from andon.transport.base import (
-    Group,
-    GroupError,
-    GroupTimeout,
-    PeerLost,
-    Rendezvous,
-    Settings,
-    Wire,
-    first_row,
-    one_node_each,
-    rows_of,
-)
+from andon.transport.base import Group, GroupTimeout, PeerLost, Rendezvous, Settings, first_row, one_node_each, rows_of
 
 Transfer = tuple[int, torch.Tensor]
 Answer = tuple[int, Exception | None]  # a peer, and how its transfers failed
@@ -50,27 +37,20 @@ class TorchGroup(Group):
     transport = "torch"
 
     def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        timeout: float = 60.0,
-        wire: Wire = "f32",
-        owned: bool = False,
+        self, process_group: dist.ProcessGroup | None = None, settings: Settings = Settings(), owned: bool = False
     ) -> None:
-        self.process_group, self.timeout, self.wire = process_group, timeout, wire
+        self.process_group, self.timeout, self.wire = process_group, settings.timeout, settings.wire
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.device = torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
-        self._peers = [
-            rank if process_group is None else dist.get_global_rank(process_group, rank)
-            for rank in range(self.world_size)
-        ]
+        self._peers = dist.get_process_group_ranks(process_group)
         self._owned = owned
 
     @classmethod
-    def open(cls, rendezvous: Rendezvous, settings: Settings, backend: str = "gloo") -> TorchGroup:
-        """A group over the default process group, which is made first (and destroyed at the end) unless the
-        process has one already, as under torchrun."""
+    def open(cls, rendezvous: Rendezvous, settings: Settings, backend: str = "gloo") -> Self:
+        """A group over the default process group, which is made first (and destroyed at the end) unless the process has
+        one already, as under torchrun."""
         if dist.is_initialized():
-            return cls(None, settings.timeout, settings.wire)
+            return cls(None, settings)
         wait = timedelta(seconds=settings.timeout)
         store = None
         if rendezvous.rank == 0:
@@ -80,21 +60,19 @@ class TorchGroup(Group):
         started = time.monotonic()
         try:
             store = store or TCPStore(host, int(port), timeout=wait, wait_for_workers=False)
-            dist.init_process_group(
-                backend, store=store, rank=rendezvous.rank, world_size=rendezvous.world_size, timeout=wait
-            )
+            rank, size = rendezvous.rank, rendezvous.world_size
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
         except RuntimeError as error:
             raise _failure(error, -1, "connecting through torch.distributed", started) from error
-        return cls(None, settings.timeout, settings.wire, owned=True)
+        return cls(None, settings, owned=True)
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
-        self._reduce(nodes, list(pairwise(bounds)), order or one_node_each(self.world_size))
+        self._reduce(nodes, list(pairwise(bounds)), order)
 
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
         self._gather(flat, bounds, flat.dtype)
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
-        order = order or one_node_each(self.world_size)
         size = nodes.shape[-1]
         if size * nodes.element_size() <= SMALL_BYTES:
             self._reduce(nodes, [(0, size)] * self.world_size, order)
@@ -103,8 +81,9 @@ class TorchGroup(Group):
             self.reduce_scatter(nodes, bounds, order)
             self._gather(first_row(nodes), bounds, self._wire_dtype(nodes))
 
-    def _reduce(self, nodes: torch.Tensor, parts: Sequence[tuple[int, int]], order: Order) -> None:
+    def _reduce(self, nodes: torch.Tensor, parts: Sequence[tuple[int, int]], order: Order | None) -> None:
         """Send every rank its part of each of this rank's rows, and add up everyone's rows of this rank's part."""
+        order = order or one_node_each(self.world_size)
         rows = rows_of(nodes, order, self.rank)
         dtype = self._wire_dtype(nodes)
         lo, hi = parts[self.rank]
@@ -131,8 +110,7 @@ class TorchGroup(Group):
         in_place = flat.dtype == dtype and flat.device.type == self.device.type
         parts = [flat[lo:hi] for lo, hi in pairwise(bounds)]
         buffers = parts if in_place else [torch.empty_like(p, dtype=dtype, device=self.device) for p in parts]
-        sends = [(peer, mine) for peer in range(self.world_size)]
-        self._exchange(sends, list(enumerate(buffers)), "all-gather")
+        self._exchange([(peer, mine) for peer in range(self.world_size)], list(enumerate(buffers)), "all-gather")
         if not in_place:
             for rank, (part, buffer) in enumerate(zip(parts, buffers, strict=True)):
                 if rank != self.rank:
@@ -165,9 +143,8 @@ class TorchGroup(Group):
     def _exchange_by_peer(self, ops: list[tuple[int, dist.P2POp]], operation: str) -> None:
         """Wait for all peers at the same time: while one is lost, another that knows of it sends no more.
 
-        After a failure the other transfers get a moment to finish, so that their peers find out by themselves
-        which rank was lost.
-        """
+        After a failure the other transfers get a moment to finish, so that their peers find out by themselves which
+        rank was lost."""
         started = time.monotonic()
         answers: SimpleQueue[Answer] = SimpleQueue()
         begun: dict[int, list[dist.Work | None]] = {}
@@ -178,13 +155,13 @@ class TorchGroup(Group):
                 answers.put((peer, _failure(error, peer, operation, started)))
 
         def wait(peer: int, works: list[dist.Work | None]) -> None:
+            failure = None
             try:
                 for work in works:
                     self._wait_for(work, peer, operation, started)
             except Exception as error:
-                answers.put((peer, error))
-            else:
-                answers.put((peer, None))
+                failure = error
+            answers.put((peer, failure))
 
         for peer, works in begun.items():
             if len(begun) == 1:
@@ -242,8 +219,7 @@ class StoreRendezvous:
             while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
                 seconds = time.monotonic() - started
                 if seconds >= self.timeout:
-                    names = ", ".join(map(str, missing))
-                    detail = f"still missing: rank {names}"
+                    detail = f"still missing: rank {', '.join(map(str, missing))}"
                     raise GroupTimeout(missing[0], f"rendezvous on {topic!r}", seconds, detail)
                 time.sleep(0.005 if seconds < 1 else 0.05)
             return [self.store.get(key).decode() for key in keys]
@@ -252,7 +228,7 @@ class StoreRendezvous:
             raise PeerLost(-1, f"rendezvous on {topic!r}", seconds, f"the store failed: {error}") from error
 
 
-def _failure(error: RuntimeError, peer: int, operation: str, started: float) -> GroupError:
+def _failure(error: RuntimeError, peer: int, operation: str, started: float) -> GroupTimeout | PeerLost:
     # Gloo's message, without its source file and its advice.
     text = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0]).split(". This is typically")[0]
     kind = GroupTimeout if "time" in text.lower() and "out" in text.lower() else PeerLost

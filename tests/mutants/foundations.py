@@ -267,8 +267,8 @@ MUTANTS = [
         "hub-without-theta",
         "A checkpoint for Hugging Face has the default rotary base.",
         "model/hub.py",
-        '"rope_theta": shape.rope_theta,',
-        '"rope_theta": 10_000.0,',
+        '    "rope_theta": "rope_theta",\n',
+        "",
         ("test_model.py::test_hugging_face_loads_a_checkpoint_with_the_same_logits",),
     ),
     Mutant(
@@ -453,8 +453,8 @@ MUTANTS = [
         "begins-again-silently",
         "With only damaged checkpoints a run begins again.",
         "run/folder.py",
-        '        if self.notes:\n            raise UserError(\n                f"No checkpoint in',
-        '        if not self.notes:\n            raise UserError(\n                f"No checkpoint in',
+        "        if self.notes:\n",
+        "        if not self.notes:\n",
         ("test_checkpoint.py::test_when_nothing_is_good_the_run_does_not_begin_again_by_itself",),
     ),
     Mutant(

@@ -1,15 +1,14 @@
 """A barrier in shared memory that is quick when the wait is short and idle when it is long.
 
-Every rank has a *line*: 64 bytes of shared memory that only it writes, with a counter of the barriers at
-which it has arrived. A rank is *late* while its counter still shows the previous barrier. A rank that waits
-for a late one first polls its counter, yielding the core in between (the late rank may need this very core),
-for somewhat longer than going to sleep and waking up would take; with less, two ranks get into a rhythm in
-which each sleeps while the other wakes. Then it sleeps in the kernel on the counter of the late rank (a
-futex). A rank that arrives wakes the others only if one of them sleeps. Sleepers check several times a second
-whether a late peer has died (its pidfd becomes readable, also for a zombie), has left, or has timed out.
+Every rank has a *line*: 64 bytes of shared memory that only it writes, with a counter of the barriers at which it has
+arrived. A rank is *late* while its counter still shows the previous barrier. A rank that waits for a late one first
+polls its counter, yielding the core in between (the late rank may need this very core), for somewhat longer than going
+to sleep and waking up would take; with less, two ranks get into a rhythm in which each sleeps while the other wakes.
+Then it sleeps in the kernel on the counter of the late rank (a futex). A rank that arrives wakes the others only if one
+of them sleeps. Sleepers check several times a second whether a late peer has died (its pidfd becomes readable, also for
+a zombie), has left, or has timed out.
 """
 
-import ctypes
 import mmap
 import os
 import platform
@@ -17,6 +16,7 @@ import select
 import threading
 import time
 from collections.abc import Sequence
+from ctypes import CDLL, byref, c_int, c_long, c_uint32, c_void_p
 from typing import Final
 
 from andon.transport.base import GroupError, GroupTimeout, PeerLost
@@ -29,27 +29,15 @@ SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)  # 
 STRONGLY_ORDERED: Final = platform.machine() == "x86_64"
 _WAIT, _WAKE = 0, 1
 
-_syscall = ctypes.CDLL(None, use_errno=True).syscall
-_syscall.argtypes = [
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_uint32,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_uint32,
-]
-_syscall.restype = ctypes.c_long
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+_syscall = CDLL(None, use_errno=True).syscall
+_syscall.argtypes = [c_long, c_void_p, c_int, c_uint32, c_void_p, c_void_p, c_uint32]
+_syscall.restype = c_long
 
 
 def sleep_on(address: int, value: int, seconds: float) -> None:
     """Sleep until `wake_all` on the same address, unless the u32 there is no longer `value`."""
-    wait = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-    _syscall(SYS_FUTEX, address, _WAIT, value, ctypes.byref(wait), None, 0)
+    timespec = (c_long * 2)(int(seconds), int(seconds % 1 * 1e9))  # seconds, nanoseconds
+    _syscall(SYS_FUTEX, address, _WAIT, value, byref(timespec), None, 0)
 
 
 def wake_all(address: int) -> None:
@@ -68,10 +56,9 @@ class Barrier:
     def __init__(self, memory: mmap.mmap, address: int, rank: int, processes: Sequence[int], timeout: float) -> None:
         self.rank, self.timeout, self.turn = rank, timeout, 0
         self.failure: GroupError | None = None
-        self._closed = False
         world_size = len(processes)
         self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._address = address
+        self._address, self._closed = address, False
         view, flags = memoryview(memory), world_size * LINE_BYTES
         self._counters = view[:flags].cast("I")[:: LINE_BYTES // 4]
         self._asleep = view[flags : flags + world_size]

@@ -14,14 +14,12 @@ With bf16 on the wire, contributions and sums are rounded to bf16 and added in f
 memory that saves nothing and only gives the same bits.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 from zlib import crc32
 
 import torch
@@ -29,19 +27,9 @@ import torch
 from andon.engine.order import Order, shares
 from andon.errors import UserError
 from andon.machine import machine_id
-from andon.transport.base import (
-    Group,
-    GroupError,
-    ProtocolError,
-    Rendezvous,
-    Settings,
-    Wire,
-    first_row,
-    one_node_each,
-    rows_of,
-)
+from andon.transport.base import Group, ProtocolError, Rendezvous, Settings, Wire, first_row, one_node_each, rows_of
 from andon.transport.shm.barrier import SYS_FUTEX, Barrier
-from andon.transport.shm.segment import MAILBOX_BYTES, STAGE_BYTES, Segment, SegmentLayout, new_memory
+from andon.transport.shm.segment import MAILBOX_BYTES, STAGE_BYTES, Segment, SegmentLayout, new_memory, whole_pages
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER_BYTES = range(4)
 OPERATIONS: Final = ("all-reduce", "reduce-scatter", "all-gather", "gather of bytes")
@@ -83,52 +71,43 @@ class ShmGroup(Group):
     def __init__(self, rank: int, processes: Sequence[int], first: Segment, timeout: float, wire: Wire) -> None:
         self.rank, self.world_size, self.wire = rank, len(processes), wire
         self._barrier = Barrier(first.memory, first.address, rank, processes, timeout)
-        self._processes, self._segments = processes, [first]
+        self._processes, self._segments, self._pinned = processes, [first], False
         self._layout = SegmentLayout(self.world_size)
         self._calls: dict[object, Call] = {}
-        self._pinned = False
 
     @classmethod
-    def open(cls, rendezvous: Rendezvous, settings: Settings) -> ShmGroup:
+    def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
         """Open the group with everyone at the rendezvous; all must run on this machine."""
         if sys.platform != "linux" or not SYS_FUTEX:
             raise _unavailable("it needs Linux on x86_64 or aarch64")
-        size = SegmentLayout(rendezvous.world_size).size
-        descriptor = new_memory(size) if rendezvous.rank == 0 else -1
-        try:
+        rank, size = rendezvous.rank, SegmentLayout(rendezvous.world_size).size
+        with new_memory(rank, size) as descriptor:
             values = rendezvous.exchange("shm", f"{machine_id()} {os.getpid()} {descriptor}")
             machines, processes, descriptors = zip(*(value.split() for value in values), strict=True)
             if len(set(machines)) > 1:
                 raise _unavailable("it connects workers of one machine and container; these run in several")
             pids = [int(process) for process in processes]
             try:
-                first = Segment.of_rank_0(rendezvous.rank, pids, int(descriptors[0]), size)
+                first = Segment.of_rank_0(rank, pids, int(descriptors[0]), size)
             except PermissionError as error:
                 raise _unavailable("the workers run as different users") from error
-            group = cls(rendezvous.rank, pids, first, settings.timeout, settings.wire)
+            group = cls(rank, pids, first, settings.timeout, settings.wire)
             try:
                 group._barrier.wait("opening shared memory")
-            except GroupError:
+            except Exception:
                 group.close()
                 raise
             return group
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
 
     def allocate(self, rows: int, size: int) -> torch.Tensor:
         """A zeroed buffer of (rows, size) floats in shared memory; every rank calls it, in the same order."""
         need = rows * size * 4
-        sizes = [-(-int(each) // 4096) * 4096 for each in self.all_gather_bytes(b"%d" % need)]
-        total = sum(sizes) or 4096
-        descriptor = new_memory(total) if self.rank == 0 else -1
-        try:
+        sizes = [whole_pages(int(each)) for each in self.all_gather_bytes(b"%d" % need)]
+        total = max(1, sum(sizes))
+        with new_memory(self.rank, total) as descriptor:
             source = int(self.all_gather_bytes(b"%d" % descriptor)[0])
             segment = Segment.of_rank_0(self.rank, self._processes, source, total)
             self._barrier.wait("allocating shared memory")
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
         self._segments.append(segment)
         self._calls.clear()
         start = sum(sizes[: self.rank])
@@ -167,8 +146,7 @@ class ShmGroup(Group):
             end = min(size, start + piece)
             locations = self._staged_locations(call, half, [start] * self.world_size, piece, nodes.element_size())
             lo, hi = (start + bound for bound in shares(end - start, self.world_size)[self.rank :][:2])
-            chunks = self._chunks(locations, order, nodes.dtype, (lo, hi), range(self.world_size))
-            self._sum(chunks, order)
+            self._sum(self._chunks(locations, order, nodes.dtype, (lo, hi), range(self.world_size)), order)
             if call.location is STAGED:
                 self._fill(rows, 1 - half, end, piece)
             self._barrier.wait(call.name)
@@ -238,8 +216,7 @@ class ShmGroup(Group):
                 rows_of(nodes, order, self.rank)
             if nodes.is_cuda:
                 self._pin()
-            terms = order and (order.slots, order.bounds, self.wire)
-            length = nodes.shape[-1]
+            length, terms = nodes.shape[-1], order and (order.slots, order.bounds, self.wire)
             agreement = crc32(repr((length, nodes.dtype, bounds, terms)).encode())
             location = self._locate(nodes)
             call = Call(operation, order, location, HEADER.pack(operation, agreement, *location, length))
@@ -286,7 +263,7 @@ class ShmGroup(Group):
         adds, leaves = order.adds, len(order.leaves)
         for chunk in chunks:
             values, total = list(chunk[:leaves]), chunk[leaves]
-            if not self._exact(total.dtype):
+            if self.wire == "bf16" and total.dtype == torch.float32:
                 values = [leaf.bfloat16().float() for leaf in values]
                 order.add_up(values)
                 total.copy_(values[0].bfloat16())
@@ -300,9 +277,6 @@ class ShmGroup(Group):
                     total.copy_(values[0])
             for row in chunk[leaves + 1 :]:
                 row.copy_(total)
-
-    def _exact(self, dtype: torch.dtype) -> bool:
-        return self.wire == "f32" or dtype != torch.float32
 
     def _view(self, location: Location, row: int, lo: int, hi: int, dtype: torch.dtype) -> torch.Tensor:
         start = location.offset + (row * location.stride + lo) * dtype.itemsize

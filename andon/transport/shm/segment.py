@@ -1,17 +1,16 @@
 """Memory that every rank of one machine maps.
 
-A segment has no name: it is a memfd of rank 0 that the others open through /proc, so that no exit, not even
-kill -9, can leave one behind. The first segment of a group begins with the lines of the barrier
-(`andon.transport.shm.barrier`); then, for each of two *halves*, it has a header, a mailbox and a staging area
-per rank. The halves are used in turn, so that a fast rank does not overwrite what a slow one still reads.
+A segment has no name: it is a memfd of rank 0 that the others open through /proc, so that no exit, not even kill -9,
+can leave one behind. The first segment of a group begins with the lines of the barrier (`andon.transport.shm.barrier`);
+then, for each of two *halves*, it has a header, a mailbox and a staging area per rank. The halves are used in turn, so
+that a fast rank does not overwrite what a slow one still reads.
 """
-
-from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Self
 
 import torch
 
@@ -34,7 +33,7 @@ class Segment:
         self.address, self.size = self.bytes.data_ptr(), size
 
     @classmethod
-    def of_rank_0(cls, rank: int, processes: Sequence[int], descriptor: int, size: int) -> Segment:
+    def of_rank_0(cls, rank: int, processes: Sequence[int], descriptor: int, size: int) -> Self:
         """Map the memory that rank 0 has under a file descriptor."""
         if rank == 0:
             return cls(descriptor, size)
@@ -54,8 +53,8 @@ class SegmentLayout:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.headers_at = lines_size(world_size)
-        self.mailboxes_at = _pages(self.headers_at + 2 * world_size * HEADER_BYTES)
-        self.stages_at = _pages(self.mailboxes_at + 2 * world_size * MAILBOX_BYTES)
+        self.mailboxes_at = whole_pages(self.headers_at + 2 * world_size * HEADER_BYTES)
+        self.stages_at = whole_pages(self.mailboxes_at + 2 * world_size * MAILBOX_BYTES)
         self.size = self.stages_at + 2 * world_size * STAGE_BYTES
 
     def headers(self, half: int) -> slice:
@@ -77,12 +76,20 @@ class SegmentLayout:
         return self.stages_at + (half * self.world_size + rank) * STAGE_BYTES
 
 
-def new_memory(size: int) -> int:
-    """A file descriptor of new, zeroed memory."""
+@contextmanager
+def new_memory(rank: int, size: int) -> Iterator[int]:
+    """New, zeroed memory: its file descriptor on rank 0, open until the others have mapped it; -1 on other ranks."""
+    if rank != 0:
+        yield -1
+        return
     descriptor = os.memfd_create("andon", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size)
-    return descriptor
+    try:
+        os.ftruncate(descriptor, size)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
-def _pages(size: int) -> int:
+def whole_pages(size: int) -> int:
+    """The bytes of the pages that hold so many bytes."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES

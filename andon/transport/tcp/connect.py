@@ -1,11 +1,9 @@
 """Connections: how ranks connect to each other, and a blocking connection for messages.
 
-A rank that waits for peers opens an acceptor and gives them its address and a token. A peer that connects
-sends a hello: its rank, the connection's *channel* (what it is for) and the token. A connection that says
-anything else is closed, and does not hold up the others.
+A rank that waits for peers opens an acceptor and gives them its address and a token. A peer that connects sends a
+hello: its rank, the connection's *channel* (what it is for) and the token. A connection that says anything else is
+closed, and does not hold up the others.
 """
-
-from __future__ import annotations
 
 import hmac
 import logging
@@ -13,10 +11,10 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from ipaddress import ip_address
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 from andon.transport.base import GroupTimeout, PeerLost, ProtocolError
 from andon.transport.tcp.frames import LENGTH, Buffer, Hello, decode, frame, payload_length
@@ -42,16 +40,14 @@ class Acceptor:
     def accept(self, expected: set[Channel], timeout: float) -> dict[Channel, socket.socket]:
         """Wait for all expected connections."""
         accepted: dict[Channel, socket.socket] = {}
-        first_messages = closing(introductions(self._listener, self._read_hello, timeout))
-        with ExitStack() as undo, first_messages as arrivals:
-            undo.callback(lambda: _close_all(accepted.values()))
+        with ExitStack() as undo, closing(introductions(self._listener, self._read_hello, timeout)) as arrivals:
             while missing := expected - accepted.keys():
                 sock, hello = next(arrivals, (None, None))
                 if sock is None or hello is None:
                     channel, rank = min(missing, key=lambda each: each[1])
                     raise GroupTimeout(rank, f"joining ({channel})", timeout, "it did not connect")
                 if (hello.channel, hello.rank) in missing:
-                    accepted[hello.channel, hello.rank] = sock
+                    accepted[hello.channel, hello.rank] = undo.enter_context(sock)
                 else:
                     log.warning("closed an unexpected connection of rank %d (%s)", hello.rank, hello.channel)
                     sock.close()
@@ -89,8 +85,8 @@ def introductions(
 ) -> Generator[tuple[socket.socket, T], None, None]:
     """Accept connections and read the first message of each, all at the same time, until the deadline.
 
-    Yields each connection with its message. A connection that fails or breaks the protocol is closed; so are,
-    at the end, those that have sent nothing yet."""
+    Yields each connection with its message. A connection that fails or breaks the protocol is closed; so are, at the
+    end, those that have sent nothing yet."""
     deadline = time.monotonic() + timeout
     messages: dict[socket.socket, T] = {}
 
@@ -105,8 +101,7 @@ def introductions(
                     if key.data is None:
                         sock, _ = listener.accept()
                         sock.setblocking(False)
-                        reader = MessageReader(sock, -1, first_message(sock))
-                        selector.register(sock, selectors.EVENT_READ, reader)
+                        selector.register(sock, selectors.EVENT_READ, MessageReader(sock, -1, first_message(sock)))
                         continue
                     sock = key.data.sock
                     try:
@@ -123,7 +118,9 @@ def introductions(
                         selector.unregister(sock)
                         yield sock, messages.pop(sock)
         finally:
-            _close_all(key.data.sock for key in selector.get_map().values() if key.data)
+            for key in selector.get_map().values():
+                if key.data:
+                    key.data.sock.close()
 
 
 def connect(address: tuple[str, int], peer: int, hello: Hello, timeout: float) -> socket.socket:
@@ -144,16 +141,22 @@ def prepare(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def _close_all(sockets: Iterable[socket.socket]) -> None:
-    for sock in sockets:
-        sock.close()
+@contextmanager
+def _translate_errors(peer: int, operation: str, timeout: float) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    except TimeoutError as error:
+        raise GroupTimeout(peer, operation, timeout) from error
+    except OSError as error:
+        raise PeerLost(peer, operation, time.monotonic() - started, str(error)) from error
 
 
 class Link:
     """A blocking connection to the peer with the given rank (-1: a coordinator or server).
 
-    The timeout bounds the time without any progress, so that a large transfer over a slow network does not
-    count as a stalled peer."""
+    The timeout bounds the time without any progress, so that a large transfer over a slow network does not count as a
+    stalled peer."""
 
     def __init__(self, sock: socket.socket, peer: int, timeout: float) -> None:
         sock.settimeout(timeout)
@@ -162,45 +165,28 @@ class Link:
         self.socket, self.peer, self.timeout = sock, peer, timeout
 
     @classmethod
-    def connect(cls, host: str, port: int, peer: int, timeout: float) -> Link:
+    def connect(cls, host: str, port: int, peer: int, timeout: float) -> Self:
         """Connect to a peer that listens at host:port."""
-        started = time.monotonic()
-        operation = f"connecting to {host}:{port}"
-        try:
+        with _translate_errors(peer, f"connecting to {host}:{port}", timeout):
             return cls(socket.create_connection((host, port), timeout), peer, timeout)
-        except TimeoutError as error:
-            raise GroupTimeout(peer, operation, time.monotonic() - started) from error
-        except OSError as error:
-            raise PeerLost(peer, operation, time.monotonic() - started, str(error)) from error
 
     def send(self, data: Buffer, operation: str) -> None:
         """Send all of `data`."""
-        started = time.monotonic()
         view = memoryview(data).cast("B")
-        try:
+        with _translate_errors(self.peer, operation, self.timeout):
             while view:
                 view = view[self.socket.send(view) :]
-        except TimeoutError as error:
-            raise GroupTimeout(self.peer, operation, self.timeout) from error
-        except OSError as error:
-            raise PeerLost(self.peer, operation, time.monotonic() - started, str(error)) from error
 
     def receive(self, count: int, operation: str) -> bytearray:
         """Receive exactly `count` bytes."""
-        started = time.monotonic()
         data = bytearray(count)
         view = memoryview(data)
-        try:
+        with _translate_errors(self.peer, operation, self.timeout):
             while view:
                 received = self.socket.recv_into(view)
                 if received == 0:
-                    seconds = time.monotonic() - started
-                    raise PeerLost(self.peer, operation, seconds, "the connection was closed")
+                    raise ConnectionError("the connection was closed")
                 view = view[received:]
-        except TimeoutError as error:
-            raise GroupTimeout(self.peer, operation, self.timeout) from error
-        except OSError as error:
-            raise PeerLost(self.peer, operation, time.monotonic() - started, str(error)) from error
         return data
 
     def send_frame(self, payload: Buffer, operation: str) -> None:

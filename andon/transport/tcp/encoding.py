@@ -1,18 +1,18 @@
 """How values travel over a network: with their own bits, or rounded to bf16; and the arithmetic on arrival.
 
-All arithmetic runs on one thread. A transport works in the background of a computation that has the cores; a
-torch operation on many elements would wake torch's other threads and wait for all of them, which on busy
-cores takes longer than the work itself. numpy has no threads, and torch stays on one below GRAIN elements.
+All arithmetic runs on one thread. A transport works in the background of a computation that has the cores; a torch
+operation on many elements would wake torch's other threads and wait for all of them, which on busy cores takes longer
+than the work itself. numpy has no threads, and torch stays on one below GRAIN elements.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
 import torch
 
-from andon.transport.base import Wire
+from andon.transport.base import Wire, first_row
 from andon.transport.tcp.frames import Floats
 
 Span = tuple[int, int]
@@ -23,8 +23,8 @@ PIECE_ELEMENTS: Final = 1 << 18
 TILE_PIECES: Final = 2
 """Pieces of each chunk in a tile of a ring (see `andon.transport.tcp.ring_schedule`)."""
 BUFFERS: Final = 2 * TILE_PIECES + 2
-"""Pieces that can wait to be passed on. More than a tile's waits only at a rank whose left neighbour is ahead
-of it, and in a ring not everyone can be behind, so the ring never stops with all buffers full."""
+"""Pieces that can wait to be passed on. More than a tile's waits only at a rank whose left neighbour is ahead of it,
+and in a ring not everyone can be behind, so the ring never stops with all buffers full."""
 GRAIN: Final = 32_000
 """Elements below which torch does not start its other threads."""
 
@@ -43,20 +43,20 @@ def add_up(adds: Sequence[tuple[int, int]], leaves: Sequence[Floats]) -> None:
 
 def convert(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy values into another type; f32 becomes bf16 by rounding to nearest, ties to even."""
-    if torch.get_num_threads() == 1:
-        target.copy_(source)
-        return
-    for at in range(0, len(target), GRAIN):
-        target[at : at + GRAIN].copy_(source[at : at + GRAIN])
+    for into, values in _grains(target, source):
+        into.copy_(values)
 
 
-def add_bf16(into: torch.Tensor, other: torch.Tensor) -> None:
+def add_bf16(target: torch.Tensor, source: torch.Tensor) -> None:
     """Add bf16 to bf16 in place: torch adds in f32 and rounds the sum."""
+    for into, values in _grains(target, source):
+        into.add_(values)
+
+
+def _grains(*tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
     if torch.get_num_threads() == 1:
-        into.add_(other)
-        return
-    for at in range(0, len(into), GRAIN):
-        into[at : at + GRAIN].add_(other[at : at + GRAIN])
+        return [tensors]
+    return zip(*(torch.split(tensor, GRAIN) for tensor in tensors), strict=True)
 
 
 @contextmanager
@@ -69,12 +69,12 @@ def on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
     yield host
-    (tensor if tensor.dim() == 1 else tensor[0]).copy_(host if host.dim() == 1 else host[0])
+    first_row(tensor).copy_(first_row(host))
 
 
 class Scratch:
-    """Memory for arriving pieces: one large buffer for f32; for bf16, BUFFERS pieces that wait to be passed
-    on and two more, for a piece of this rank's own that leaves and for one that is added."""
+    """Memory for arriving pieces: one large buffer for f32; for bf16, BUFFERS pieces that wait to be passed on and two
+    more, for a piece of this rank's own that leaves and for one that is added."""
 
     def __init__(self) -> None:
         memory = torch.empty((BUFFERS + 2) * 4 * PIECE_ELEMENTS, dtype=torch.uint8)
@@ -85,8 +85,8 @@ class Scratch:
 
 
 class F32:
-    """Values travel with their own bits, whatever their type: they are sent from where they lie, and received
-    there when nothing is to be added. Only f32 is added."""
+    """Values travel with their own bits, whatever their type: they are sent from where they lie, and received there
+    when nothing is to be added. Only f32 is added."""
 
     waits_in_buffer = False
 
@@ -117,8 +117,8 @@ class F32:
 
 
 class Bf16:
-    """Values travel as bf16. A piece stays in its buffer from arrival until it is passed on, so that nothing
-    is converted twice."""
+    """Values travel as bf16. A piece stays in its buffer from arrival until it is passed on, so that nothing is
+    converted twice."""
 
     kind = "bf16"
     item_size = 2
@@ -162,8 +162,4 @@ class Bf16:
 
 
 Encoding = F32 | Bf16
-
-
-def encoding_for(wire: Wire) -> type[F32] | type[Bf16]:
-    """How gradients travel."""
-    return F32 if wire == "f32" else Bf16
+ENCODINGS: Final[dict[Wire, type[Encoding]]] = {"f32": F32, "bf16": Bf16}

@@ -1,11 +1,11 @@
 """The failure detector: all ranks learn which peer failed, and agree on that one.
 
-Besides the connections for data, each pair of peers has a *heartbeat link*. A background thread sends "I am
-alive and have begun so many operations" on every link a few times per timeout. The link of a killed process
-is closed, so its peers notice at once; a stopped process falls silent; a slow one has begun fewer operations
-than the others. The rank that notices a failure first publishes it as the *verdict* on all its links, before
-it leaves. The first verdict stands, and it shuts down the data connections, which wakes a rank that waits for
-data. So a rank that merely waits for another one that waits is never blamed.
+Besides the connections for data, each pair of peers has a *heartbeat link*. A background thread sends "I am alive and
+have begun so many operations" on every link a few times per timeout. The link of a killed process is closed, so its
+peers notice at once; a stopped process falls silent; a slow one has begun fewer operations than the others. The rank
+that notices a failure first publishes it as the *verdict* on all its links, before it leaves. The first verdict stands,
+and it shuts down the data connections, which wakes a rank that waits for data. So a rank that merely waits for another
+one that waits is never blamed.
 """
 
 import selectors
@@ -18,15 +18,7 @@ from typing import Final
 
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
 from andon.transport.tcp.frames import Alive, Broken, Leaving, Message, decode, frame
-from andon.transport.tcp.stream import (
-    MessageReader,
-    Stream,
-    StreamBroken,
-    StreamRefused,
-    StreamStalled,
-    move_all,
-    read_frame,
-)
+from andon.transport.tcp.stream import MessageReader, Stream, StreamFailed, move_all, read_frame
 
 LONGEST_MESSAGE: Final = 1 << 16
 GRACE: Final = 0.5
@@ -34,13 +26,11 @@ GRACE: Final = 0.5
 
 
 class FailureDetector:
-    """The detector of one rank: `links` has the heartbeat link of each peer, `data` its data connections."""
+    """The detector of one rank. It owns the heartbeat link of each peer, `links`, and the data connections."""
 
     def __init__(self, links: Mapping[int, socket.socket], data: Sequence[socket.socket], timeout: float) -> None:
-        self.timeout = timeout
-        self._links, self._data = dict(links), list(data)
-        self._operations = 0
-        self._closed = False
+        self.links, self.timeout = links, timeout
+        self._data, self._operations, self._closed = data, 0, False
         self._begun = dict.fromkeys(links, 0)
         self._heard = dict.fromkeys(links, time.monotonic())
         self._readers = {peer: MessageReader(link, peer, self._handle_messages(peer)) for peer, link in links.items()}
@@ -50,7 +40,7 @@ class FailureDetector:
         self._selector = selectors.DefaultSelector()
         self._stop, self._stopped = socket.socketpair()
         self._selector.register(self._stopped, selectors.EVENT_READ, None)
-        for peer, link in self._links.items():
+        for peer, link in links.items():
             link.setblocking(False)
             self._selector.register(link, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._send_and_listen, name="andon-heartbeat", daemon=True)
@@ -61,13 +51,13 @@ class FailureDetector:
         started = time.monotonic()
         try:
             move_all(streams, self.timeout)
-        except StreamBroken as broken:
-            seconds = time.monotonic() - started
-            raise self.lost(broken.stream.peer, operation, seconds, broken.detail) from broken
-        except StreamStalled as stall:
-            raise self.stalled(stall.stream.peer, operation, patience) from stall
-        except StreamRefused as refused:
-            raise self.refuse(refused.stream.peer, refused.detail, operation) from refused
+        except StreamFailed as failed:
+            peer = failed.stream.peer
+            if failed.cause == "stalled":
+                raise self.stalled(peer, operation, patience) from failed
+            if failed.cause == "protocol":
+                raise self.refuse(peer, failed.detail, operation) from failed
+            raise self.lost(peer, operation, time.monotonic() - started, failed.detail) from failed
 
     def begin(self, operation: str) -> None:
         """Count an operation that begins; raises if the group is broken already."""
@@ -92,16 +82,14 @@ class FailureDetector:
 
         A peer that still sends heartbeats gets `patience` seconds to publish for whom it waits itself."""
         now = time.monotonic()
-        silent = max(self._links, key=lambda rank: now - self._heard[rank])
-        slowest = min(self._links, key=lambda rank: self._begun[rank])
-        if now - self._heard[silent] > self.timeout / 2:
-            verdict = Broken("stalled", silent, "it does not answer")
-        elif self._wait_for_verdict(patience) and self._verdict:
-            verdict = self._verdict
-        elif self._begun[slowest] < self._operations:
-            verdict = Broken("stalled", slowest, "it has not begun the operation")
-        else:
-            verdict = Broken("stalled", peer, "")
+        silent = min(self.links, key=self._heard.__getitem__)
+        slowest = min(self.links, key=self._begun.__getitem__)
+        verdict = Broken("stalled", silent, "it does not answer")
+        if now - self._heard[silent] <= self.timeout / 2:
+            with self._changed:
+                self._changed.wait_for(lambda: self._verdict, patience)
+            late = self._begun[slowest] < self._operations
+            verdict = Broken("stalled", slowest if late else peer, "it has not begun the operation" if late else "")
         return self.publish_verdict(verdict, operation, self.timeout)
 
     def refuse(self, peer: int, detail: str, operation: str) -> GroupError:
@@ -113,8 +101,8 @@ class FailureDetector:
         with self._changed:
             first = self._verdict is None
             if first:
-                # Send before setting it: a rank that sees the verdict may leave, and peers that see it leave
-                # before they see the verdict would blame it.
+                # Send before setting it: a rank that sees the verdict may leave, and peers that see it leave before
+                # they see the verdict would blame it.
                 self._send_to_all(verdict)
                 self._verdict = verdict
             published = self._verdict or verdict
@@ -125,13 +113,8 @@ class FailureDetector:
                     sock.shutdown(socket.SHUT_RDWR)
         return self._error(published, operation, seconds)
 
-    @property
-    def peers(self) -> list[int]:
-        """The ranks that have a heartbeat link to this one."""
-        return list(self._links)
-
     def close(self) -> None:
-        """Tell the peers that this rank leaves on purpose, and stop; safe to call twice."""
+        """Tell the peers that this rank leaves on purpose, stop, and close all connections; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -140,12 +123,8 @@ class FailureDetector:
         self._thread.join()
         self._selector.close()
         self._stopped.close()
-        for link in self._links.values():
-            link.close()
-
-    def _wait_for_verdict(self, seconds: float) -> bool:
-        with self._changed:
-            return bool(self._changed.wait_for(lambda: self._verdict, seconds))
+        for sock in (*self.links.values(), *self._data):
+            sock.close()
 
     def _error(self, verdict: Broken, operation: str, seconds: float) -> GroupError:
         if verdict.cause == "lost":
@@ -156,7 +135,7 @@ class FailureDetector:
 
     def _send_to_all(self, message: Message) -> None:
         data = frame(message)
-        for link in self._links.values():
+        for link in self.links.values():
             # A link whose buffer is full belongs to a silent peer; a broken one is noticed when it is read.
             with suppress(OSError):
                 link.send(data)
@@ -178,12 +157,11 @@ class FailureDetector:
         try:
             while self._readers[peer].move():
                 self._heard[peer] = time.monotonic()
-        except StreamRefused as refused:
-            self._selector.unregister(self._links[peer])
-            self.publish_verdict(Broken("protocol", peer, refused.detail), "a heartbeat", 0.0)
-        except StreamBroken:
-            self._selector.unregister(self._links[peer])
-            if peer not in self._left:
+        except StreamFailed as failed:
+            self._selector.unregister(self.links[peer])
+            if failed.cause == "protocol":
+                self.refuse(peer, failed.detail, "a heartbeat")
+            elif peer not in self._left:
                 self.publish_verdict(Broken("lost", peer, "its connection was closed"), "a heartbeat", 0.0)
 
     def _handle_messages(self, peer: int) -> Generator[memoryview, None, None]:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, dataclass_transform
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +26,9 @@ Floats = npt.NDArray[np.float32]
 
 MAX_FRAME: Final = 100_000_000
 LENGTH: Final = struct.Struct(">I")
-NUMBERS: Final = {
-    "u8": struct.Struct("<B"),
-    "u32": struct.Struct("<I"),
-    "i32": struct.Struct("<i"),
-    "u64": struct.Struct("<Q"),
-    "f32": struct.Struct("<f"),
-}
-_LISTS: Final = {"u32[]": "<u4", "u64[]": "<u8"}
+_CODES: Final = {"u8": "<B", "u32": "<I", "i32": "<i", "u64": "<Q", "f32": "<f"}
+NUMBERS: Final = {kind: struct.Struct(code) for kind, code in _CODES.items()}
+_LISTS: Final = {"u32[]": ("u32", "<u4"), "u64[]": ("u32", "<u8"), "f32[]": ("u64", "<f4")}  # count, elements
 
 
 class Message:
@@ -43,25 +38,24 @@ class Message:
     layout: ClassVar[tuple[str, ...]]
 
 
-M = TypeVar("M", bound=type[Message])
 Protocol = dict[int, type[Message]]
 """The messages that a connection may carry, by tag."""
 TRANSPORT: Final[Protocol] = {}
 
 
-def message(protocol: Protocol, tag: int, *layout: str) -> Callable[[M], M]:
-    """A decorator that makes a dataclass a message of a protocol."""
+@dataclass_transform(frozen_default=True)
+def message(protocol: Protocol, tag: int, *layout: str) -> Callable[[type[Any]], type[Any]]:
+    """A decorator that makes a class a frozen dataclass and a message of a protocol."""
 
-    def register(cls: M) -> M:
+    def register(cls: type[Any]) -> type[Any]:
         cls.tag, cls.layout = tag, layout
-        protocol[tag] = cls
+        protocol[tag] = dataclass(frozen=True, eq="f32[]" not in layout)(cls)  # arrays are not compared
         return cls
 
     return register
 
 
 @message(TRANSPORT, 0x20, "u32", "u32", "str", "str")
-@dataclass(frozen=True)
 class Hello(Message):
     """Peer: "I am `rank` of `world_size`; this connection is for `channel`. You gave me this token." """
 
@@ -72,7 +66,6 @@ class Hello(Message):
 
 
 @message(TRANSPORT, 0x21, "str", "u64", "str", "u64[]", "u64", "u64[]")
-@dataclass(frozen=True)
 class Operation(Message):
     """Peer: "I begin this collective: so many elements of this kind, cut at these bounds, summed over this
     many slots, shared out like this. My bytes follow without further frames; there can be any number." """
@@ -86,7 +79,6 @@ class Operation(Message):
 
 
 @message(TRANSPORT, 0x22, "u64")
-@dataclass(frozen=True)
 class Alive(Message):
     """Peer: "I am here, and have begun so many operations." """
 
@@ -94,7 +86,6 @@ class Alive(Message):
 
 
 @message(TRANSPORT, 0x23, "str", "i32", "str")
-@dataclass(frozen=True)
 class Broken(Message):
     """Peer: "The group is broken: rank `rank` was lost, stalled, or broke the protocol." """
 
@@ -104,7 +95,6 @@ class Broken(Message):
 
 
 @message(TRANSPORT, 0x24)
-@dataclass(frozen=True)
 class Leaving(Message):
     """Peer: "I leave on purpose; do not take my silence for a failure." """
 
@@ -178,9 +168,8 @@ class PayloadReader:
         """The next `count` bytes."""
         end = self.position + count
         if end > self.length:
-            raise ProtocolError(
-                f"{self.name} is cut short: {count:,} bytes should follow, {self.length - self.position:,} do"
-            )
+            there = self.length - self.position
+            raise ProtocolError(f"{self.name} is cut short: {count:,} bytes should follow, {there:,} do")
         if end > len(self.view):
             raise Short(end)
         taken, self.position = self.view[self.position : end], end
@@ -208,10 +197,9 @@ class PayloadReader:
                 return str(self.take(self.number("u32")), "utf-8")
             except UnicodeDecodeError as error:
                 raise ProtocolError(f"{self.name} holds text that is not UTF-8: {error.reason}") from error
-        if kind == "f32[]":
-            return np.frombuffer(self.take(4 * self.number("u64")), np.dtype("<f4"))
-        numbers = np.dtype(_LISTS[kind])
-        return tuple(np.frombuffer(self.take(numbers.itemsize * self.number("u32")), numbers).tolist())
+        count, dtype = _LISTS[kind]
+        numbers = np.frombuffer(self.take(np.dtype(dtype).itemsize * self.number(count)), dtype)
+        return numbers if kind == "f32[]" else tuple(numbers.tolist())
 
     def end(self) -> None:
         """Refuse bytes after the last field."""
@@ -225,7 +213,6 @@ def _encode_field(kind: str, value: Any) -> list[Buffer]:
     if kind == "str":
         text = value.encode()
         return [NUMBERS["u32"].pack(len(text)), text]
-    if kind == "f32[]":
-        floats = np.ascontiguousarray(value, np.dtype("<f4")).reshape(-1)
-        return [NUMBERS["u64"].pack(floats.size), floats.data.cast("B") if floats.size else b""]
-    return [NUMBERS["u32"].pack(len(value)), np.array(value, np.dtype(_LISTS[kind])).tobytes()]
+    count, dtype = _LISTS[kind]
+    numbers = np.ascontiguousarray(value, dtype).reshape(-1)
+    return [NUMBERS[count].pack(numbers.size), numbers.data.cast("B") if numbers.size else b""]

@@ -12,18 +12,17 @@ f32 and rounded, and the owner of a chunk keeps its sum as it travels, so that a
 all-gather on its own is exact. The order of addition is the ring's own, except with two ranks.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from typing import Self
 
 import torch
 
 from andon.engine.order import Order, shares
 from andon.transport.base import Group, Rendezvous, Settings, check_bounds, first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import Acceptor, connect
-from andon.transport.tcp.encoding import F32, Encoding, Scratch, add, encoding_for, on_host
+from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, add, on_host
 from andon.transport.tcp.failure_detector import FailureDetector
 from andon.transport.tcp.frames import Hello, announcement, difference
 from andon.transport.tcp.ring_schedule import ring_schedule
@@ -38,29 +37,26 @@ class RingGroup(Group):
     def __init__(
         self, rank: int, left: socket.socket, right: socket.socket, detector: FailureDetector, encoding: type[Encoding]
     ) -> None:
-        self.rank, self.world_size = rank, len(detector.peers) + 1
+        self.rank, self.world_size = rank, len(detector.links) + 1
         self._left, self._right, self._detector = left, right, detector
         self._encoding, self._scratch = encoding, Scratch()
 
     @classmethod
-    def open(cls, rendezvous: Rendezvous, settings: Settings) -> RingGroup:
+    def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
         """Connect to both neighbours for data, and to everyone for heartbeats."""
         rank, size, timeout = rendezvous.rank, rendezvous.world_size, settings.timeout
-        encoding = encoding_for(settings.wire)
+        encoding = ENCODINGS[settings.wire]
         if size == 1:
             left, right = socket.socketpair()
             left.setblocking(False)
             return cls(rank, left, right, FailureDetector({}, [left, right], timeout), encoding)
         with ExitStack() as undo:
-            acceptor = Acceptor(settings.host, 0, size)
-            undo.callback(acceptor.close)
+            acceptor = undo.enter_context(closing(Acceptor(settings.host, 0, size)))
             addresses = rendezvous.exchange("ring", " ".join(map(str, (*acceptor.address, acceptor.token))))
 
             def connect_to(peer: int, channel: str) -> socket.socket:
                 host, port, token = addresses[peer].split()
-                sock = connect((host, int(port)), peer, Hello(rank, size, channel, token), timeout)
-                undo.callback(sock.close)
-                return sock
+                return undo.enter_context(connect((host, int(port)), peer, Hello(rank, size, channel, token), timeout))
 
             right = connect_to((rank + 1) % size, "data")
             links = {peer: connect_to(peer, "heartbeat") for peer in range(rank)}
@@ -74,48 +70,38 @@ class RingGroup(Group):
         return cls(rank, left, right, FailureDetector(links, [left, right], timeout), encoding)
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
-        order = order or one_node_each(self.world_size)
-        bounds = shares(nodes.shape[-1], self.world_size)
-        with on_host(nodes) as host:
-            encoded = self._own_sum(host, order)
-            self._circulate("all-reduce", encoded, bounds, order, adds=True, gathers=True)
+        self._reduce("all-reduce", nodes, shares(nodes.shape[-1], self.world_size), order)
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
-        order = order or one_node_each(self.world_size)
-        with on_host(nodes) as host:
-            encoded = self._own_sum(host, order)
-            self._circulate("reduce-scatter", encoded, bounds, order, adds=True, gathers=False)
+        self._reduce("reduce-scatter", nodes, bounds, order)
 
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
         with on_host(flat) as host:
-            self._circulate("all-gather", F32(host, self._scratch), bounds, None, adds=False, gathers=True)
+            self._circulate("all-gather", F32(host, self._scratch), tuple(bounds), None)
 
     def close(self) -> None:
         self._detector.close()
-        self._left.close()
-        self._right.close()
 
-    def _own_sum(self, nodes: torch.Tensor, order: Order) -> Encoding:
-        """The sum of this rank's rows, as it travels."""
+    def _reduce(self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:
         if nodes.dtype != torch.float32:
             raise ValueError(f"only float32 can be summed, not {nodes.dtype}")
-        total, rows = first_row(nodes), rows_of(nodes, order, self.rank)
-        if not rows:
-            total.zero_()
-        for row in rows[1:]:
-            add(total.numpy(), row.numpy())
-        return self._encoding(total, self._scratch)
+        order = order or one_node_each(self.world_size)
+        with on_host(nodes) as host:
+            total, rows = first_row(host), rows_of(host, order, self.rank)
+            if not rows:
+                total.zero_()
+            for row in rows[1:]:
+                add(total.numpy(), row.numpy())
+            self._circulate(operation, self._encoding(total, self._scratch), tuple(bounds), order)
 
-    def _circulate(
-        self, operation: str, values: Encoding, bounds: Sequence[int], order: Order | None, *, adds: bool, gathers: bool
-    ) -> None:
+    def _circulate(self, operation: str, values: Encoding, bounds: tuple[int, ...], order: Order | None) -> None:
         """Pass chunks round the ring: first those that are added up, then the sums."""
         rank, size = self.rank, self.world_size
+        left, right = (rank - 1) % size, (rank + 1) % size
         check_bounds(bounds, values.count, size)
-        added = [(rank - 2 - turn) % size for turn in range(size - 1)] if adds else []
-        kept = [(rank - 1 - turn) % size for turn in range(size - 1)] if gathers else []
-        first = (rank - 1) % size if adds else rank
-        bounds = tuple(bounds)
+        added = [(left - 1 - turn) % size for turn in range(size - 1)] if operation != "all-gather" else []
+        kept = [(left - turn) % size for turn in range(size - 1)] if operation != "reduce-scatter" else []
+        first = rank if operation == "all-gather" else left
         schedule = ring_schedule(bounds, (first, *added, *kept), values.step)
         header = memoryview(announcement(operation, values.count, values.kind, bounds, order))
         their_header = memoryview(bytearray(len(header)))
@@ -128,23 +114,23 @@ class RingGroup(Group):
         def incoming(index: int) -> memoryview:
             if index == 0:
                 return their_header
-            to_add = schedule.rounds[index - 1] < len(added)
-            return values.incoming(schedule.arriving[index - 1], index - 1, to_add)
+            return values.incoming(schedule.arriving[index - 1], index - 1, schedule.rounds[index - 1] < len(added))
 
         def arrived(index: int) -> None:
             if index == 0:
-                return self._check(bytes(their_header), bytes(header), operation)
+                if their_header != header:
+                    raise self._detector.refuse(left, difference(bytes(their_header), bytes(header)), operation)
+                return
             turn = schedule.rounds[index - 1]
-            span = schedule.arriving[index - 1]
-            values.arrived(span, index - 1, turn < len(added), turn == len(added) - 1)
+            values.arrived(schedule.arriving[index - 1], index - 1, turn < len(added), turn == len(added) - 1)
             out.ready = schedule.may_leave[index] + 1
 
         def sent(index: int) -> None:
             if values.waits_in_buffer:
                 into.ready = schedule.may_arrive[index] + 1
 
-        out = Outgoing(self._right, (rank + 1) % size, outgoing, sent, len(schedule.leaving) + 1)
-        into = Incoming(self._left, (rank - 1) % size, incoming, arrived, len(schedule.arriving) + 1)
+        out = Outgoing(self._right, right, len(schedule.leaving) + 1, outgoing, sent)
+        into = Incoming(self._left, left, len(schedule.arriving) + 1, incoming, arrived)
         out.ready = schedule.may_leave[0] + 1
         sent(0)
         self._detector.begin(operation)
@@ -152,8 +138,3 @@ class RingGroup(Group):
             values.round()
         self._detector.run([into, out], operation)
         self.bytes_sent += values.item_size * sum(hi - lo for lo, hi in schedule.leaving)
-
-    def _check(self, theirs: bytes, mine: bytes, operation: str) -> None:
-        if theirs != mine:
-            left = (self.rank - 1) % self.world_size
-            raise self._detector.refuse(left, difference(theirs, mine), operation)

@@ -1,8 +1,8 @@
 """The schedule of a ring: which pieces a rank sends and receives in an operation, in which order.
 
-The vector is cut into one chunk per rank, and a chunk into *pieces*. The schedule is tiled: a *tile* is a few
-pieces of every chunk, and goes all the way round before the next one begins. A tile is small enough to stay
-in the cache meanwhile, and large enough to keep the neighbours busy.
+The vector is cut into one chunk per rank, and a chunk into *pieces*. The schedule is tiled: a *tile* is a few pieces of
+every chunk, and goes all the way round before the next one begins. A tile is small enough to stay in the cache
+meanwhile, and large enough to keep the neighbours busy.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from andon.transport.tcp.encoding import BUFFERS, TILE_PIECES, Span
 
 
 class RingSchedule:
-    """The pieces that a rank sends and receives when it sends `chunks[0]`, receives each of the others and
-    passes all but the last one on."""
+    """The pieces that a rank sends and receives when it sends `chunks[0]`, receives each of the others and passes all
+    but the last one on."""
 
     def __init__(self, bounds: Sequence[int], chunks: Sequence[int], step: int) -> None:
         self.leaving: list[Span] = []
@@ -22,8 +22,7 @@ class RingSchedule:
         self.arriving: list[Span] = []
         self.rounds: list[int] = []  # the round in which each piece arrives
         leaves_as: list[int] = []  # the index with which each arrived piece leaves; -1: it stays
-        longest = max(hi - lo for lo, hi in pairwise(bounds))
-        for start in range(0, longest, TILE_PIECES * step):
+        for start in range(0, max(hi - lo for lo, hi in pairwise(bounds)), TILE_PIECES * step):
             for turn, chunk in enumerate(chunks):
                 lo = bounds[chunk] + start
                 hi = min(lo + TILE_PIECES * step, bounds[chunk + 1])
@@ -48,15 +47,13 @@ class RingSchedule:
         return [-1] * len(spans) if last else leaving
 
 
-@lru_cache(maxsize=1024)
-def ring_schedule(bounds: tuple[int, ...], chunks: tuple[int, ...], step: int) -> RingSchedule:
-    """A schedule; cached, because every training step needs the same ones."""
-    return RingSchedule(bounds, chunks, step)
+ring_schedule = lru_cache(maxsize=1024)(RingSchedule)
+"""A schedule; cached, because every training step needs the same ones."""
 
 
 def _gates(waits_for: Sequence[int], count: int) -> list[int]:
-    """After 0 events, after 1, and so on up to `count`: how many items of a sequence may go, if item i waits
-    for event `waits_for[i]` and for the items before it."""
+    """After 0 events, after 1, and so on up to `count`: how many items of a sequence may go, if item i waits for event
+    `waits_for[i]` and for the items before it."""
     gates, may_go = [], 0
     for happened in range(count + 1):
         while may_go < len(waits_for) and waits_for[may_go] < happened:

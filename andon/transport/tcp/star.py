@@ -1,31 +1,29 @@
 """The star: every rank exchanges with one server, which adds in the one order and sends the results.
 
 A rank announces an operation and then sends its values and receives results at the same time, piece by piece
-(`andon.transport.tcp.star_pipeline` says who sends and who receives which): piece k comes back while piece
-k + 1 is being added and piece k + 2 is on its way. So neither end holds more than a few pieces, whatever the
-length of the vector.
+(`andon.transport.tcp.star_pipeline` says who sends and who receives which): piece k comes back while piece k + 1 is
+being added and piece k + 2 is on its way. So neither end holds more than a few pieces, whatever the length of the
+vector.
 
-With bf16 on the wire contributions are rounded, added in f32, and the sum is rounded. An all-gather on its
-own is exact.
+With bf16 on the wire contributions are rounded, added in f32, and the sum is rounded. An all-gather on its own is
+exact.
 """
-
-from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Final
+from typing import Final, Self
 
 import torch
 
 from andon.engine.order import Order
 from andon.transport.base import Group, Rendezvous, Settings, check_bounds, first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import connect
-from andon.transport.tcp.encoding import F32, Encoding, Scratch, encoding_for, on_host
+from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, on_host
 from andon.transport.tcp.failure_detector import FailureDetector
 from andon.transport.tcp.frames import Hello, announcement
 from andon.transport.tcp.star_pipeline import cut, is_source, is_target
-from andon.transport.tcp.stream import Incoming, Outgoing, nothing
+from andon.transport.tcp.stream import Incoming, Outgoing
 
 SERVER: Final = -1
 """The rank of the server, in errors."""
@@ -44,17 +42,16 @@ class StarGroup(Group):
         self._encoding, self._scratch = encoding, Scratch()
 
     @classmethod
-    def open(cls, rendezvous: Rendezvous, settings: Settings) -> StarGroup:
+    def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
         """Connect to the server."""
         if settings.server is None:
             raise ValueError("transport 'star' needs the address of its server")
         rank, size, timeout = rendezvous.rank, rendezvous.world_size, settings.timeout
         with ExitStack() as undo:
-            data = connect(settings.server, SERVER, Hello(rank, size, "data", settings.token), timeout)
-            undo.callback(data.close)
-            link = connect(settings.server, SERVER, Hello(rank, size, "heartbeat", settings.token), timeout)
+            hellos = [Hello(rank, size, channel, settings.token) for channel in ("data", "heartbeat")]
+            data, link = (undo.enter_context(connect(settings.server, SERVER, hello, timeout)) for hello in hellos)
             undo.pop_all()
-        return cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), encoding_for(settings.wire))
+        return cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), ENCODINGS[settings.wire])
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self._reduce("all-reduce", nodes, (0, nodes.shape[-1]), order)
@@ -67,12 +64,10 @@ class StarGroup(Group):
         check_bounds(bounds, flat.numel(), self.world_size)
         with on_host(flat) as host:
             whole = F32(host.view(torch.uint8), self._scratch)
-            size = host.element_size()
-            self._operate("all-gather", [whole], whole, [size * bound for bound in bounds], None)
+            self._operate("all-gather", [whole], whole, [host.element_size() * bound for bound in bounds], None)
 
     def close(self) -> None:
         self._detector.close()
-        self._data.close()
 
     def _reduce(self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:
         if nodes.dtype != torch.float32:
@@ -105,11 +100,6 @@ class StarGroup(Group):
 
         self._detector.begin(operation)
         self.bytes_sent += len(rows) * into.item_size * sum(hi - lo for lo, hi in to_send)
-        self._detector.run(
-            [
-                Incoming(self._data, SERVER, incoming, arrived, len(to_receive)),
-                Outgoing(self._data, SERVER, outgoing, nothing, 1 + len(to_send) * len(rows)),
-            ],
-            operation,
-            patience=self._detector.timeout / 2,
-        )
+        results = Incoming(self._data, SERVER, len(to_receive), incoming, arrived)
+        values = Outgoing(self._data, SERVER, 1 + len(to_send) * len(rows), outgoing)
+        self._detector.run([results, values], operation, patience=self._detector.timeout / 2)

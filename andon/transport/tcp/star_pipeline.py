@@ -1,17 +1,17 @@
 """The pipeline of a star's server: how the pieces of an operation pass through it.
 
-An operation is cut into *pieces*, each a range of elements with an owner. A piece has *sources*, the ranks
-that send their values of it, and *targets*, the ranks that receive the result:
+An operation is cut into *pieces*, each a range of elements with an owner. A piece has *sources*, the ranks that send
+their values of it, and *targets*, the ranks that receive the result:
 
     operation        sources    the result is              targets
     all-reduce       everyone   the sum in the one order   everyone
     reduce-scatter   everyone   the sum in the one order   the owner
     all-gather       the owner  the owner's values         everyone else
 
-The server has one buffer per *leaf* of a piece (a row of a rank, see `andon.engine.order`) and keeps a
-*window* of pieces open: a piece is received, added up when its last leaf has arrived, and sent; when all its
-targets have it, its buffers serve the next piece. So the server holds a few pieces, whatever the length of
-the vector. A rank that is ahead is not read from until a buffer is free, and waits in its own send.
+The server has one buffer per *leaf* of a piece (a row of a rank, see `andon.engine.order`) and keeps a *window* of
+pieces open: a piece is received, added up when its last leaf has arrived, and sent; when all its targets have it, its
+buffers serve the next piece. So the server holds a few pieces, whatever the length of the vector. A rank that is ahead
+is not read from until a buffer is free, and waits in its own send.
 """
 
 import socket
@@ -120,10 +120,10 @@ class Pipeline:
         def arrived(item: int) -> None:
             index, _ = items[item]
             self._missing[index] -= 1
-            if self._missing[index] == 0:
+            if not self._missing[index]:
                 self._complete(index)
 
-        stream = Incoming(sock, rank, lambda item: self._bytes(*items[item]), arrived, len(items))
+        stream = Incoming(sock, rank, len(items), lambda item: self._bytes(*items[item]), arrived)
         self._arriving.append((stream, [index for index, _ in items]))
 
     def _send_to(self, rank: int, sock: socket.socket) -> None:
@@ -135,7 +135,7 @@ class Pipeline:
             self._unsent[items[item]] -= 1
             self._open_window()
 
-        stream = Outgoing(sock, rank, lambda item: self._bytes(items[item], 0), sent, len(items))
+        stream = Outgoing(sock, rank, len(items), lambda item: self._bytes(items[item], 0), sent)
         stream.ready = 0
         self._leaving.append((stream, items))
 
@@ -150,11 +150,7 @@ class Pipeline:
 
     def _open_window(self) -> None:
         """Let the ranks send the pieces for which there are buffers."""
-        while (
-            self._finished < len(self._pieces)
-            and self._missing[self._finished] == 0
-            and self._unsent[self._finished] == 0
-        ):
+        while self._finished < len(self._pieces) and not self._missing[self._finished] + self._unsent[self._finished]:
             self._finished += 1
         for stream, items in self._arriving:
             stream.ready = bisect_left(items, self._finished + WINDOW)

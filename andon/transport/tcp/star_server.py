@@ -7,7 +7,7 @@ import select
 import socket
 from collections import Counter
 from collections.abc import Generator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Final
 
 from andon.engine.order import order_of_ranges
@@ -39,9 +39,9 @@ class StarServer:
     def serve(self) -> None:
         """Wait for the ranks and serve them until all have left; raises what breaks the group."""
         ranks = range(self.world_size)
-        places = {(channel, rank) for channel in ("data", "heartbeat") for rank in ranks}
+        expected = {(channel, rank) for channel in ("data", "heartbeat") for rank in ranks}
         try:
-            came = self._acceptor.accept(places, JOIN_SECONDS)
+            came = self._acceptor.accept(expected, JOIN_SECONDS)
         except OSError:
             if not self._closed:
                 raise
@@ -49,14 +49,10 @@ class StarServer:
         finally:
             self._acceptor.close()
         self._sockets = [came["data", rank] for rank in ranks]
-        detector = FailureDetector({rank: came["heartbeat", rank] for rank in ranks}, self._sockets, self.timeout)
-        try:
+        links = {rank: came["heartbeat", rank] for rank in ranks}
+        with closing(FailureDetector(links, self._sockets, self.timeout)) as detector:
             while self._someone_begins(detector):
                 self._operate(detector)
-        finally:
-            detector.close()
-            for sock in self._sockets:
-                sock.close()
 
     def close(self) -> None:
         """Make `serve` end; safe to call twice, and from another thread."""
@@ -89,8 +85,7 @@ class StarServer:
     def _operate(self, detector: FailureDetector) -> None:
         operation = self._announced(detector)
         detector.begin(operation.name)
-        reduces = operation.name != "all-gather"
-        order = order_of_ranges(operation.slots, operation.shares) if reduces else None
+        order = order_of_ranges(operation.slots, operation.shares) if operation.name != "all-gather" else None
         leaves = len(order.leaves) if order else 1
         if self._buffers.leaves < leaves:
             self._buffers = PipelineBuffers(leaves)
@@ -105,9 +100,8 @@ class StarServer:
             payload = yield from read_frame(LONGEST_ANNOUNCEMENT)
             announced[rank] = checked_operation(bytes(payload), self.world_size)
 
-        detector.run(
-            [MessageReader(sock, rank, read(rank)) for rank, sock in enumerate(self._sockets)], "an announcement"
-        )
+        readers = [MessageReader(sock, rank, read(rank)) for rank, sock in enumerate(self._sockets)]
+        detector.run(readers, "an announcement")
         usual, _ = Counter(announced.values()).most_common(1)[0]
         for rank, operation in announced.items():
             if operation != usual:
@@ -125,10 +119,8 @@ def checked_operation(payload: bytes, world_size: int) -> Operation:
     parts = 1 if operation.name == "all-reduce" else world_size
     if not are_bounds(operation.bounds, operation.count, parts):
         raise ProtocolError("its bounds do not cut up its elements")
-    reduces = operation.name != "all-gather"
-    if reduces and not (
-        1 <= operation.slots <= MOST_SLOTS and are_bounds(operation.shares, operation.slots, world_size)
-    ):
+    shared_out = 1 <= operation.slots <= MOST_SLOTS and are_bounds(operation.shares, operation.slots, world_size)
+    if operation.name != "all-gather" and not shared_out:
         raise ProtocolError("its shares do not cut up its slots")
     return operation
 

@@ -1,12 +1,10 @@
 """Streams: bytes that are sent and received at the same time, each stream at its own pace.
 
-A *stream* moves a fixed number of *pieces* through one socket, in order. A piece is moved when it is *ready*:
-an outgoing piece once its bytes are complete, an incoming one once there is a buffer for it. `move_all` moves
-whatever can be moved and sleeps only when no stream can go on, so that no rank ever blocks in a write to a
-peer that blocks in a write.
+A *stream* moves a fixed number of *pieces* through one socket, in order. A piece is moved when it is *ready*: an
+outgoing piece once its bytes are complete, an incoming one once there is a buffer for it. `move_all` moves whatever can
+be moved and sleeps only when no stream can go on, so that no rank ever blocks in a write to a peer that blocks in a
+write.
 """
-
-from __future__ import annotations
 
 import os
 import select
@@ -14,7 +12,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from andon.transport.base import ProtocolError
 from andon.transport.tcp.frames import LENGTH, payload_length
@@ -25,29 +23,9 @@ LOW_WATER_BYTES: Final = 1 << 19
 """Wake up for no fewer bytes than these, unless fewer are missing: half of the cost of a small piece is the waking."""
 
 
-class StreamFailed(Exception):
-    """A stream cannot go on."""
-
-    def __init__(self, stream: Stream, detail: str) -> None:
-        super().__init__(detail)
-        self.stream, self.detail = stream, detail
-
-
-class StreamBroken(StreamFailed):
-    """The connection failed or was closed."""
-
-
-class StreamStalled(StreamFailed):
-    """The peer has made no progress for too long."""
-
-
-class StreamRefused(StreamFailed):
-    """The peer sent something that the protocol does not allow."""
-
-
 class Stream(ABC):
-    """Pieces through one socket to or from a peer. When it is the turn of piece i, `piece(i)` gives its bytes
-    or the buffer for it; `moved(i)` is called when it has moved."""
+    """Pieces through one socket to or from a peer. When it is the turn of piece i, `piece(i)` gives its bytes or the
+    buffer for it; `moved(i)` is called when it has moved."""
 
     event: int
 
@@ -55,20 +33,14 @@ class Stream(ABC):
         self,
         sock: socket.socket,
         peer: int,
-        piece: Callable[[int], memoryview],
-        moved: Callable[[int], None],
         count: int,
+        piece: Callable[[int], memoryview],
+        moved: Callable[[int], None] = lambda index: None,
     ) -> None:
         self.sock, self.peer, self.count = sock, peer, count
-        self.ready = count
-        self.done = 0
+        self.ready, self.done = count, 0  # how many pieces may move, and how many have moved
         self._piece, self._moved = piece, moved
         self._rest: memoryview | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether the next piece is ready and waits for the peer."""
-        return self.done < self.ready and self.done < self.count
 
     def move(self) -> bool:
         """Move what can be moved of the next piece without blocking; whether anything was moved."""
@@ -79,10 +51,10 @@ class Stream(ABC):
             self._rest = rest
             return False
         except OSError as error:
-            raise StreamBroken(self, str(error)) from error
+            raise StreamFailed(self, "lost", str(error)) from error
         if count < len(rest):
             if count == 0:
-                raise StreamBroken(self, "the connection was closed")
+                raise StreamFailed(self, "lost", "the connection was closed")
             self._rest = rest[count:]
         else:
             self._rest = None
@@ -98,14 +70,21 @@ class Stream(ABC):
         """Send or receive without blocking; the number of bytes."""
 
 
+class StreamFailed(Exception):
+    """A stream cannot go on: the connection was lost, the peer stalled, or it broke the protocol."""
+
+    def __init__(self, stream: Stream, cause: Literal["lost", "stalled", "protocol"], detail: str) -> None:
+        super().__init__(detail)
+        self.stream, self.cause, self.detail = stream, cause, detail
+
+
 class Outgoing(Stream):
     """Pieces to send."""
 
     event = select.POLLOUT
 
     def _transfer(self, data: memoryview) -> int:
-        more = self.done + 1 < self.ready and self.done + 1 < self.count
-        return self.sock.send(data, socket.MSG_MORE if more else 0)
+        return self.sock.send(data, socket.MSG_MORE if self.done + 1 < self.ready else 0)
 
 
 class Incoming(Stream):
@@ -122,16 +101,12 @@ class Incoming(Stream):
 
 
 class MessageReader(Incoming):
-    """An incoming stream that is read by a generator, which yields the buffer for the next bytes, ends when
-    it has read enough, and raises `ProtocolError` for what it does not accept."""
+    """An incoming stream that is read by a generator, which yields the buffer for the next bytes, ends when it has read
+    enough, and raises `ProtocolError` for what it does not accept."""
 
     def __init__(self, sock: socket.socket, peer: int, buffers: Iterator[memoryview]) -> None:
-        super().__init__(sock, peer, self._buffer, self._filled, 1)
-        self._buffers = buffers
-        self._next = next(buffers)
-
-    def _buffer(self, index: int) -> memoryview:
-        return self._next
+        super().__init__(sock, peer, 1, lambda index: self._next, self._filled)
+        self._buffers, self._next = buffers, next(buffers)
 
     def _filled(self, index: int) -> None:
         try:
@@ -141,7 +116,7 @@ class MessageReader(Incoming):
         except StopIteration:
             pass
         except ProtocolError as error:
-            raise StreamRefused(self, str(error)) from error
+            raise StreamFailed(self, "protocol", str(error)) from error
 
 
 def read_frame(limit: int) -> Generator[memoryview, None, bytearray]:
@@ -153,10 +128,6 @@ def read_frame(limit: int) -> Generator[memoryview, None, bytearray]:
     return payload
 
 
-def nothing(index: int) -> None:
-    """For a stream that nothing waits for."""
-
-
 def move_all(streams: Sequence[Stream], timeout: float) -> None:
     """Move all pieces of all streams; no stream may wait for its peer longer than `timeout`."""
     poll = select.poll()
@@ -165,7 +136,7 @@ def move_all(streams: Sequence[Stream], timeout: float) -> None:
     while any(stream.done < stream.count for stream in streams):
         moved = False
         for stream in streams:
-            if not stream.waits:
+            if stream.done == stream.ready:
                 waiting.pop(stream, None)
             elif stream.move():
                 waiting.pop(stream, None)
@@ -191,6 +162,6 @@ def _sleep(poll: select.poll, waiting: Mapping[Stream, float], timeout: float) -
     longest = min(waiting, key=waiting.__getitem__)
     left = waiting[longest] + timeout - time.monotonic()
     if not poll.poll(max(0.0, left) * 1000) and waiting[longest] + timeout <= time.monotonic():
-        raise StreamStalled(longest, "no progress")
+        raise StreamFailed(longest, "stalled", "no progress")
     for descriptor in events:
         poll.unregister(descriptor)
