@@ -21,7 +21,7 @@ from andon.model.shape import Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic
 
-PROGRAM: Final = 184_000_000
+PROGRAM: Final = 160_000_000
 """Python, torch, Andon and the math library's buffers: pages of a process's own."""
 LIBRARIES: Final = 110_000_000
 """Pages of libraries in use, which all workers of a machine share."""
