@@ -15,8 +15,8 @@ test: $(VENV)/installed-test check
 	$(BIN)/python -m pytest -m "not soak and alone"
 
 check: $(VENV)/installed-test
-	$(BIN)/ruff check andon tests
-	$(BIN)/ruff format --check andon tests
+	$(BIN)/ruff check andon tests examples
+	$(BIN)/ruff format --check andon tests examples
 	$(BIN)/mypy
 
 # The long proofs: hundreds of kills, thousands of flips. SEED=7 COUNT=300 make soak

@@ -5,19 +5,24 @@ from typing import TYPE_CHECKING, Any
 
 from andon.version import VERSION as __version__
 
-__all__ = ["AdamW", "DataParallel", "JidokaHalt", "__version__", "init"]
+__all__ = ["AdamW", "DataParallel", "JidokaHalt", "Optimizer", "__version__", "digest", "init", "load", "save"]
 
 if TYPE_CHECKING:
     from andon.cluster.init import init
-    from andon.engine.optimizer import AdamW
+    from andon.engine.optimizer import AdamW, Optimizer
     from andon.engine.parallel import DataParallel
     from andon.integrity.halt import JidokaHalt
+    from andon.run.script import digest, load, save
 
 _HOMES = {
     "AdamW": "engine.optimizer",
     "DataParallel": "engine.parallel",
     "JidokaHalt": "integrity.halt",
+    "Optimizer": "engine.optimizer",
+    "digest": "run.script",
     "init": "cluster.init",
+    "load": "run.script",
+    "save": "run.script",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from andon.config.schema import Config
+    from andon.numerics import Numerics
 
 ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
 new_app = partial(
     typer.Typer, no_args_is_help=True, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False
 )
-app = new_app(help="Data-parallel pretraining that stops the line.")
+EXIT_CODES = "Exit codes: 0 done, 1 user error, 2 usage, 3 halted, 4 stopped and saved."
+app = new_app(help=f"Data-parallel pretraining that stops the line.\n\n{EXIT_CODES}")
 config_app = new_app(name="config", help="Show and check configurations.")
 bench_app = new_app(name="bench", help="Measure this machine.")
 data_app = new_app(name="data", help="Show training data.")
@@ -51,6 +54,15 @@ def main() -> None:
             error = UserError(str(error), "A worker died or cannot be reached", "The same command resumes")
         show_error(_console(stderr=True), error)
         sys.exit(1)
+    except OSError as error:
+        from andon.run.display import show_error
+        from andon.run.terminal import discard
+
+        cause = f"{error.filename or 'A file, the output or a connection'} cannot be used"
+        remedy = "Correct that and run the same command again"
+        show_error(_console(stderr=True), UserError(f"andon stopped: {error.strerror or error}", cause, remedy))
+        discard(sys.stdout)
+        sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)
@@ -60,8 +72,8 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
         raise typer.Exit
 
 
-@app.command(context_settings=ANY)
-def demo(context: typer.Context) -> None:
+@app.command(context_settings=ANY, epilog=EXIT_CODES)
+def demo(context: typer.Context, resume: Resume = "auto") -> None:
     """Train a small model that writes stories, in about two minutes; takes the same options as `andon train`."""
     from andon.cluster.launch import train_demo
     from andon.config.load import parse_arguments
@@ -70,10 +82,10 @@ def demo(context: typer.Context) -> None:
     if paths:
         cause = "It trains on the built-in stories"
         raise UserError(f"`andon demo` takes no {paths[0]!r}", cause, f"Try `andon train {paths[0]}`")
-    sys.exit(train_demo(overrides, _console()))
+    sys.exit(train_demo(overrides, resume, _console(lasting=True)))
 
 
-@app.command(context_settings=ANY)
+@app.command(context_settings=ANY, epilog=EXIT_CODES)
 def train(context: typer.Context, resume: Resume = "auto") -> None:
     """Train on CONFIG.yaml, or on CORPUS… (files, folders, globs of .txt, .jsonl, .parquet).
 
@@ -82,15 +94,34 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
     """
     config = _config(context.args)
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():  # torchrun and its like
+        _choose_kernels(config.numerics)
         from andon.cluster.torchrun import run
 
-        sys.exit(run(config, resume, _console()))
+        sys.exit(run(config, resume, _console(lasting=True)))
     from andon.cluster.launch import train as launch
 
-    sys.exit(launch(config, resume, _console()))
+    sys.exit(launch(config, resume, _console(lasting=True)))
 
 
-@app.command(context_settings=ANY)
+@app.command(context_settings={**ANY, "allow_interspersed_args": False}, epilog=EXIT_CODES)
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="A Python script that calls andon.init().")],
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes on this machine.")] = 1,
+    native: Annotated[bool, typer.Option("--native", help="Take the fastest kernels, not the portable ones.")] = False,
+) -> None:
+    """Run SCRIPT ARGS… on local workers that exchange through shared memory.
+
+    Rank 0 writes to the terminal, the others to runs/SCRIPT/logs. Ctrl-C saves what andon.load and andon.save know of,
+    after the step.
+    """
+    from andon.cluster.script import run_script
+
+    kernels: Numerics = "native" if native else "portable"
+    sys.exit(run_script(script, context.args, workers, kernels, _console(lasting=True)))
+
+
+@app.command(context_settings=ANY, epilog=EXIT_CODES)
 def coordinator(
     context: typer.Context,
     bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")] = "127.0.0.1:0",
@@ -107,15 +138,15 @@ def coordinator(
         )
     from andon.cluster.launch import serve
 
-    sys.exit(serve(config, (host, port), _console()))
+    sys.exit(serve(config, (host, port), _console(lasting=True)))
 
 
-@app.command()
+@app.command(epilog=EXIT_CODES)
 def worker(address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator.")]) -> None:
     """Join a coordinator: it sends the configuration; the data is prepared here and its digest compared."""
     from andon.cluster.launch import join_run
 
-    sys.exit(join_run(*_address(address), _console()))
+    sys.exit(join_run(*_address(address), _console(lasting=True)))
 
 
 @app.command(context_settings=ANY)
@@ -141,9 +172,10 @@ def generate(
     count: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 1,
     length: Annotated[int, typer.Option(min=0, help="Most tokens per text; 0: up to the context.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
 ) -> None:
     """Write text with the model of a checkpoint."""
+    _choose_kernels()
     from andon.commands.generate import generate as run
 
     run(checkpoint, prompt, count=count, length=length, temperature=temperature, seed=seed)
@@ -154,6 +186,7 @@ def evaluate(
     checkpoint: Checkpoint, windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256
 ) -> None:
     """Print loss, bits per byte and, for the built-in stories, the share of valid samples of a checkpoint."""
+    _choose_kernels()
     from andon.commands.generate import evaluate as run
 
     run(checkpoint, windows, _console())
@@ -215,6 +248,18 @@ def bench_train(
     from andon.bench.train import main as run
 
     run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, zero, as_json)
+
+
+@bench_app.command("numerics")
+def bench_numerics(
+    presets: Annotated[str, typer.Option(help="Models.")] = "tiny,30m",
+    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each; the median counts.")] = 15,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what portable kernels cost against native ones, interleaved in one run."""
+    from andon.bench.numerics import main as run
+
+    run(presets.split(","), repetitions, as_json)
 
 
 @bench_app.command("checkpoint")
@@ -319,6 +364,14 @@ def _config(arguments: list[str]) -> Config:
     return load(Path(files[0]) if files else None, {"data.corpus": corpus, **overrides} if corpus else overrides)
 
 
+def _choose_kernels(numerics: Numerics = "portable") -> None:
+    """Choose how torch computes, before it is used."""
+    from andon.numerics import choose_kernels
+
+    if warning := choose_kernels(numerics):
+        _console(stderr=True).print(warning, style="yellow", soft_wrap=True)
+
+
 def _enter_network(rate: str = "") -> None:
     """Give a benchmark a network of its own, before anything heavy is imported."""
     from andon.bench.link import enter_network
@@ -337,12 +390,12 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise UserError(f"{text!r} is not an address", "It must be HOST:PORT", "For example 127.0.0.1:29400")
     return host.strip("[]"), int(port)
 
 
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
+def _console(stderr: bool = False, lasting: bool = False) -> Console:
+    from andon.run.terminal import Terminal
 
-    return Console(stderr=stderr, highlight=False)
+    return Terminal(stderr, lasting)

@@ -1,4 +1,41 @@
-"""Errors that a person reads: what happened, the likely cause, what to try."""
+"""Errors that a person reads: what happened, the likely cause, what to try. And the exit codes.
+
+A corpus, a checkpoint or another host may hold control characters, which a terminal would obey: `harmless` spells them
+out, before they are shown.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+CONTROL: Final = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
+SURROGATES: Final = range(0xD800, 0xE000)
+"""Halves of a character, which stand for bytes that are not UTF-8 and cannot be written."""
+SPELLED_OUT: Final = {code: f"\\x{code:02x}" for code in CONTROL} | {code: f"\\u{code:x}" for code in SURROGATES}
+
+EXIT_USER_ERROR = 1
+EXIT_HALTED = 3
+EXIT_STOPPED = 4
+"""Asked to stop, and saved."""
+
+
+def worst(codes: Iterable[int]) -> int:
+    """The exit code of a run whose workers ended with these: a halt, then an error, then a stop, then 0."""
+    order = {0: 0, EXIT_STOPPED: 1, EXIT_HALTED: 3}
+    return max(codes, key=lambda code: order.get(code, 2), default=0)
+
+
+def harmless(text: str) -> str:
+    """A text with its control characters spelled out; newline and tab stay."""
+    return text.translate(SPELLED_OUT)
+
+
+def shown(value: object) -> str:
+    """A value in an error; a long one is cut short."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write numbers of more than 4,300 digits
+        return "a number with thousands of digits"
+    return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 class UserError(ValueError):

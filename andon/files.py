@@ -1,7 +1,22 @@
-"""Atomic and durable writing: a file is there whole or not at all, and survives a loss of power."""
+"""Atomic and durable writing: a file is there whole or not at all, and survives a loss of power. And paths."""
 
 import os
 from pathlib import Path
+
+from andon.errors import UserError
+
+
+def expand(path: str | Path) -> Path:
+    """A path with its `~` or `~user` replaced."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{path} cannot be used", f"{error}", "Write the path in full") from None
+
+
+def no_follow(path: str, flags: int) -> int:
+    """An opener that refuses a symbolic link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def sync(path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import os
 import threading
 import time
 from collections import Counter
@@ -55,6 +56,11 @@ class Outcome:
     error: str = ""
     message: str = ""
     seconds: float = 0.0
+
+
+def busy() -> float:
+    """By how much deadlines stretch here: others' work on the same cores is not our slowness."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def reach_barrier(group: Group) -> None:

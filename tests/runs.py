@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -29,14 +29,16 @@ def environment(cwd: Path) -> dict[str, str]:
     return {**os.environ, "XDG_CACHE_HOME": str(cwd / "cache"), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
 
 
-def start(*arguments: str, cwd: Path, executed: bool = False) -> subprocess.Popen[str]:
+def start(
+    *arguments: str, cwd: Path, executed: bool = False, output: int | IO[str] = subprocess.PIPE
+) -> subprocess.Popen[str]:
     """Start `andon …` in a folder: forked from a process that has torch loaded, or really `executed`."""
     make = subprocess.Popen if executed else prefork.popen
     process: subprocess.Popen[str] = make(
         [sys.executable, "-m", "andon", *arguments],
         cwd=cwd,
         env=environment(cwd),
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,  # as in a terminal of its own, so that a test can press Ctrl-C there

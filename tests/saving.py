@@ -44,7 +44,7 @@ def run_to_end(
         if resume:
             verify(resume)
             trainer.resume(resume)
-        Run(config, TokenSet.open(tokens), trainer, emit).train(lambda: False)
+        Run(config, TokenSet.open(tokens), trainer, emit).train()
         return digest(trainer)
     finally:
         trainer.close()

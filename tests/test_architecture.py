@@ -20,6 +20,7 @@ LAYERS = (
     "errors",
     "files",
     "machine",
+    "numerics",
     "engine.order",
     "engine.arena",
     "model",
@@ -34,8 +35,8 @@ LAYERS = (
     "config",
     "run",
     "cluster",
-    "commands",
     "bench",
+    "commands",
     "cli",
 )
 ENGINE = {"files", "machine", "engine", "transport", "optim", "integrity", "checkpoint", "data", "model"}

@@ -14,7 +14,7 @@ from andon.engine.order import middle
 from andon.engine.parallel import DataParallel
 from andon.model.llama import Llama
 from andon.model.shape import Shape
-from andon.optim.adamw import AdamWRule, AdamWSettings
+from andon.optim.adamw import AdamWRule
 from andon.transport.local import LocalGroup
 
 SHAPE = Shape(vocab=50, hidden=16, layers=3, heads=2, kv_heads=1, intermediate=24, context=12)
@@ -82,7 +82,7 @@ def test_a_module_without_blocks_has_a_unit_for_each_layer_and_frozen_parameters
 def test_adamw_on_the_arena_is_torchs_adamw_bit_for_bit() -> None:
     model = make()
     arena = Arena(model)
-    ours = AdamWRule(arena, [(0, arena.layout.size)], AdamWSettings(weight_decay=0.1))
+    ours = AdamWRule(arena, [(0, arena.layout.size)])
     copies = {name: nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()}
     matrices = [value for value in copies.values() if value.dim() > 1]
     vectors = [value for value in copies.values() if value.dim() == 1]
@@ -96,7 +96,7 @@ def test_adamw_on_the_arena_is_torchs_adamw_bit_for_bit() -> None:
         for group in theirs.param_groups:
             group["lr"] = 1e-3 / step
         theirs.step()
-        ours.update(drawn, scale=513.7, lr=1e-3 / step)
+        ours.update(drawn, 513.7, {"lr": 1e-3 / step, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1})
         assert all(torch.equal(value, copies[name]) for name, value in model.named_parameters()), step
 
 

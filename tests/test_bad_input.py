@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
+from andon.cli import app
+from andon.cluster import launch
+from andon.cluster.bf16 import ATTEMPT, check_bf16
+from andon.config.load import load
+from andon.errors import UserError
+from andon.numerics import has_avx2
 from tests.runs import SMALL, andon, environment, summary, train
 
 TEXT = "The cat sat on the mat and looked at the moon.\n" * 200
@@ -34,6 +42,12 @@ def test_help_and_configuration_errors_come_at_once_and_without_torch(tmp_path: 
     assert done.stdout.strip().endswith("False"), done
     # Processor time, so that a busy machine does not fail the promise of half a second.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+def test_the_help_tells_the_exit_codes(arguments: list[str]) -> None:
+    text = " ".join(CliRunner().invoke(app, arguments).output.split())
+    assert "0 done, 1 user error, 2 usage, 3 halted, 4 stopped and saved" in text
 
 
 def test_no_files(tmp_path: Path) -> None:
@@ -85,6 +99,14 @@ def test_another_batch_than_the_checkpoint_was_trained_with(tmp_path: Path) -> N
     assert (tmp_path / "run" / "config.yaml").read_text() == config
 
 
+def test_settings_that_may_change_are_named_when_a_run_goes_on(tmp_path: Path) -> None:
+    train("--train.steps=2", "--optim.lr=0.004", cwd=tmp_path)
+    options = ["--train.steps=3", "--optim.lr=0.001", "--optim.schedule=constant"]
+    code, output = andon("train", *SMALL, "--run.dir=run", *options, cwd=tmp_path)
+    changes = "optim.lr 0.004 → 0.001, optim.schedule cosine → constant, train.steps 2 → 3"
+    assert code == 0 and f"Going on with other settings: {changes}" in output.splitlines(), output
+
+
 def test_a_damaged_checkpoint_and_a_damaged_cache_are_named(tmp_path: Path) -> None:
     train("--train.steps=2", cwd=tmp_path)
     weights = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "model.safetensors"
@@ -125,6 +147,62 @@ def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file in the way")
     refused(cwd=tmp_path)
     assert (tmp_path / "run").read_text() == "a file in the way"
+
+
+@pytest.mark.parametrize("argument", ["--run.dir=~nobody-here/x", "--data.tokenizer=~nobody-here/x", "~nobody-here/x"])
+def test_the_home_of_a_user_that_does_not_exist(tmp_path: Path, argument: str) -> None:
+    output = refused(argument, cwd=tmp_path)
+    assert "~nobody-here/x cannot be used" in output and "Write the path in full" in output
+
+
+def test_a_run_folder_with_an_odd_name_and_behind_a_link(tmp_path: Path) -> None:
+    odd = tmp_path / "{0} {rank} [/b]"  # for Python's formatting, and the end of a style for the display
+    odd.mkdir(parents=True)
+    (tmp_path / "run").symlink_to(odd)
+    train("--train.steps=1", "--workers=2", cwd=tmp_path)
+    assert (odd / "logs" / "rank-1.log").exists()
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "checkpoints", "logs"])
+def test_a_link_inside_a_run_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "precious").write_text("stays as it is")
+    is_file = name in (".lock", "metrics.jsonl")
+    (tmp_path / "run" / name).symlink_to(tmp_path / ("precious" if is_file else "elsewhere"))
+    output = refused(cwd=tmp_path)
+    assert f"{tmp_path / 'run' / name} is a symbolic link" in output
+    assert (tmp_path / "precious").read_text() == "stays as it is" and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_demo_can_begin_again(tmp_path: Path) -> None:
+    options = [*SMALL, "--workers=1", "--train.steps=1", "--run.dir=run"]
+    train("--train.steps=1", cwd=tmp_path)
+    (tmp_path / "run" / "summary.json").unlink()  # as if it had not finished
+    code, output = andon("demo", *options, "--resume", "none", cwd=tmp_path)
+    assert code == 0 and "The earlier run is now in" in output, output
+
+
+def test_bf16_on_a_cpu_that_dies_of_it_is_refused_before_anything_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    die = "import os, sys; os.environ.get('ONEDNN_MAX_CPU_ISA') == 'AVX2' or os.kill(os.getpid(), 4)"
+    monkeypatch.setattr("andon.cluster.bf16.ATTEMPT", [sys.executable, "-c", die])
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    settings = {"device": "cpu", "train.precision": "bf16", "run.dir": str(tmp_path / "run")}
+    with pytest.raises(UserError, match="does not work on this CPU with native kernels") as caught:
+        launch.train(load(None, {**settings, "numerics": "native"}), "auto", Console(quiet=True))
+    assert "killed by SIGILL" in caught.value.cause and "--numerics portable" in caught.value.remedy
+    assert not (tmp_path / "run").exists()
+    if has_avx2():
+        check_bf16(load(None, settings))
+    check_bf16(load(None, {**settings, "numerics": "native", "train.precision": "auto"}))
+
+
+def test_bf16_on_this_cpu_is_tried_with_a_real_step(tmp_path: Path) -> None:
+    """Whatever comes of it here: the step itself ends with 0, or is killed."""
+    done = subprocess.run([*ATTEMPT, "cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode <= 0, done.stderr
 
 
 def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from blake3 import blake3
 from rich.console import Console
 
 from andon.checkpoint.listing import checkpoint_path, kept, steps
+from andon.checkpoint.manifest import render
 from andon.commands.checkpoint import diff, prune, show, verify
 from andon.commands.generate import generate
 from andon.errors import UserError
@@ -72,6 +76,36 @@ def test_ls_verify_and_diff(run: Path) -> None:
     with pytest.raises(UserError, match="checkpoint-4 is damaged"):
         generate(second, "", count=1, length=1, temperature=1, seed=0)
     assert "There is no checkpoint in" in said(verify, run.parent)
+
+
+def rewrite_manifest(checkpoint: Path, files: dict[str, Any]) -> None:
+    known = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_bytes(render(known["step"], files, known["units"]))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
+def test_a_manifest_that_does_not_list_what_a_checkpoint_needs_is_damage(run: Path, name: str) -> None:
+    last = checkpoint_path(run / "checkpoints", 6)
+    files = json.loads((last / "manifest.json").read_text())["files"]
+    del files[name]
+    (last / name).unlink()
+    rewrite_manifest(last, files)
+    output = said(verify, last)
+    assert f"damaged: {name}: the manifest does not list it" in output and output.endswith("1"), output
+    assert f"checkpoint-6 is damaged\n{name}" in said(diff, last, checkpoint_path(run / "checkpoints", 4))
+
+
+def test_a_header_that_is_no_safetensors_is_named_though_the_manifest_agrees(run: Path) -> None:
+    first, last = (checkpoint_path(run / "checkpoints", step) for step in (2, 6))
+    files = json.loads((first / "manifest.json").read_text())["files"]
+    for name in ("model.safetensors", "optimizer-00000-of-00001.safetensors"):
+        flip(first / name, 9)
+        files[name]["blake3"] = blake3((first / name).read_bytes()).hexdigest()
+        rewrite_manifest(first, files)
+        assert "good" in said(verify, first)
+        assert "checkpoint-2 is damaged" in said(diff, first, last) and "checkpoint-2 is" in said(diff, last, first)
+    code, output = andon("generate", str(first), cwd=run.parent)
+    assert code == 1 and "checkpoint-2 is damaged" in output and "Traceback" not in output, output
 
 
 def test_checkpoints_of_different_numbers_of_workers_can_be_compared(run: Path, tokens: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ def test_later_sources_win_over_the_preset(tmp_path: Path) -> None:
 def test_the_resolved_configuration_reads_back_the_same() -> None:
     config = load(None, {"model.preset": "124m", "workers": 3, "data.corpus": ["a.txt", "b"]})
     assert build(yaml.safe_load(config.to_yaml()), {}) == config
+
+
+def test_the_resolved_configuration_is_a_file_that_loads(tmp_path: Path) -> None:
+    config = load(None, {"data.corpus": ["a.txt", "b"], "fault": ["nan:rank=0,step=1"]})
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert load(tmp_path / "config.yaml") == config
 
 
 def test_the_global_batch_does_not_depend_on_the_workers() -> None:
@@ -82,6 +89,65 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
             load(tmp_path / "bad.yaml")
     with pytest.raises(UserError, match="cannot be read"):
         load(tmp_path / "missing.yaml")
+
+
+BILLION = "a: &a [x, x]\n" + "".join(f"{new}: &{new} [*{old}, *{old}]\n" for old, new in pairwise("abcdefgh"))
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (BILLION, "an alias"),
+        (f"seed: {'9' * 5000}", "5000 digits"),
+        ("[" * 3000, "recursion"),
+        ("seed: !!int ''", "string index"),
+        ("seed: !!timestamp x", "attribute"),
+    ],
+    ids=["aliases", "digits", "depth", "no number", "no date"],
+)
+def test_yaml_that_breaks_its_reader_is_refused(tmp_path: Path, text: str, cause: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(UserError, match="not valid YAML") as caught:
+        load(tmp_path / "bad.yaml")
+    assert cause in caught.value.cause and len(str(caught.value).splitlines()) == 3
+
+
+def test_a_number_too_long_to_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(f"seed: 0x{'f' * 6000}")
+    with pytest.raises(UserError, match="seed = a number with thousands of digits is not valid"):
+        load(tmp_path / "bad.yaml")
+
+
+def test_a_choice_between_numbers_takes_their_text() -> None:
+    assert load(None, {"zero.replicas": "2"}).zero.replicas == 2
+    assert "Input should be 1 or 2" in refusal(zero__replicas="3").cause
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("model.vocab", "model.hidden", "model.layers", "model.heads", "model.kv_heads", "model.intermediate"),
+        *("train.context", "train.slots", "train.micro_batch", "train.steps", "threads", "group.timeout"),
+        *("data.stories", "eval.stories", "eval.windows", "checkpoint.timeout"),
+    ],
+)
+def test_a_size_that_no_machine_has_is_refused(key: str) -> None:
+    error = refusal(**{key: "1000000000000000"})
+    assert error.what.startswith(f"{key} = ") and "less than or equal to" in error.cause
+
+
+def test_no_text_to_train_on_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.corpus = \[\] is not valid"):
+        build({"data": {"corpus": []}}, {})
+    with pytest.raises(UserError, match=r"data\.corpus = '' is not valid"):
+        build({"data": {"corpus": ""}}, {})
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\udcffb"], ids=["NUL", "not UTF-8"])
+@pytest.mark.parametrize("key", ["run.dir", "data.cache", "data.tokenizer", "data.corpus"])
+def test_a_name_that_no_file_can_have_is_refused(key: str, name: str) -> None:
+    error = refusal(**{key: [name] if key == "data.corpus" else name})
+    assert "holds a NUL or is not valid UTF-8" in error.what and key in error.cause
 
 
 def test_arguments_split_into_words_and_overrides() -> None:

@@ -89,6 +89,39 @@ def test_noise_at_the_door_does_no_harm(tmp_path: Path, answer: str, noise: byte
     assert summary(tmp_path / "run")["weights_blake3"] == answer
 
 
+def test_workers_join_over_ipv6(tmp_path: Path, answer: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no ::1")
+    with coordinating(tmp_path, "--workers=2", "--group.transport=star", "--bind=[::1]:0") as (coordinator, address):
+        assert address.startswith("[::1]:")
+        started = [start("worker", address, cwd=tmp_path) for _ in range(2)]
+        outputs = [worker.communicate(timeout=90)[0] for worker in started]
+        assert [worker.returncode for worker in started] == [0, 0], outputs
+        coordinator.communicate(timeout=30)
+    assert summary(tmp_path / "run")["weights_blake3"] == answer
+
+
+@pytest.mark.parametrize("transport", ["star", "ring"])
+def test_an_address_that_cannot_be_bound_is_named(tmp_path: Path, transport: str) -> None:
+    options = [*SMALL, "--run.dir=run", "--workers=2", f"--group.transport={transport}"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{server.getsockname()[1]}"
+        code, output = andon("coordinator", *options, f"--bind={taken}", cwd=tmp_path)
+    *_, what, cause, remedy = output.splitlines()
+    assert (code, what, cause) == (1, f"The coordinator cannot listen at {taken}", "Address already in use"), output
+    assert "--bind" in remedy
+    code, output = andon("coordinator", *options, "--bind=192.0.2.1:0", "--insecure", cwd=tmp_path)
+    assert code == 1 and "cannot listen at 192.0.2.1" in output and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:70000", "127.0.0.1:²", f"127.0.0.1:{'1' * 5000}"])
+def test_what_is_no_address_is_refused(tmp_path: Path, address: str) -> None:
+    code, output = andon("worker", address, cwd=tmp_path)
+    assert code == 1 and "is not an address" in output and "Traceback" not in output, output
+
+
 def test_binding_off_loopback_needs_a_word(tmp_path: Path) -> None:
     code, output = andon("coordinator", *SMALL, "--bind=0.0.0.0:0", cwd=tmp_path)
     assert code == 1 and "Workers are not authenticated" in output and "--insecure" in output, output
@@ -148,6 +181,10 @@ class PlainWorker:
         ([0, 0], 0, []),
         ([0, 3], 3, []),
         ([3, 0], 3, []),
+        ([4, 4], 4, []),
+        ([4, 0], 4, []),
+        ([4, 3], 3, []),
+        ([4, None], 1, ["Rank 1 was lost"]),
         ([0, None], 1, ["Rank 1 was lost"]),
         ([None, 0], 1, ["Rank 0 was lost"]),
     ],

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from andon.checkpoint.manifest import verify
 from andon.config.load import build, parse_arguments
 from andon.config.presets import DEFAULTS
 from tests.runs import SMALL, andon, environment, train
@@ -77,7 +78,8 @@ def test_every_file_and_function_that_is_named_exists(document: str) -> None:
         assert not name or defined(ROOT / file, name), f"{document} names {name} in {file}"
 
 
-def test_the_python_example_trains() -> None:
+def test_the_python_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)  # more of them would spin on a busy machine
     (example,) = re.findall(r"^```python\n(.*?)^```", TEXT["README.md"], re.M | re.S)
     generator = torch.Generator().manual_seed(0)
@@ -93,8 +95,9 @@ def test_the_python_example_trains() -> None:
         "MyModel": lambda: torch.nn.Linear(3, 2),
         "batch": lambda step, slot: (inputs, targets),
     }
-    exec(example, names)
+    exec(example.replace("range(start, 1000)", "range(start, 100)"), names)
     assert losses[-1] < losses[0]
+    assert verify(tmp_path / "runs" / "mine" / "checkpoints" / "checkpoint-100").step == 100
 
 
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )*(?:make|andon|pytest|torchrun|python) [a-z-].*")
@@ -124,6 +127,8 @@ APPENDED = {
     "andon bench transport": [
         *("--transports=shm,ring:bf16", "--ranks=2", "--sizes=64KB", "--repetitions=1", "--json")
     ],
+    "andon bench numerics": ["--presets=tiny", "--repetitions=1"],
+    "andon run": ["2"],
     "andon data show": ["runs/demo", "--windows=0"],
     "andon evaluate": ["--windows=2"],
     "andon train": [*SMALL, "--train.steps=8"],
@@ -148,6 +153,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my-texts").mkdir()
     (folder / "my-texts" / "one.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     (folder / "config.yaml").write_text(build({}, parse_arguments(SMALL)[1]).to_yaml())
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "script.py").symlink_to(ROOT / "examples" / "cnn.py")
     train("--checkpoint.every=2", cwd=folder, name="runs/demo")
     return folder
 

@@ -1,7 +1,7 @@
 """What every transport promises, tested on all of them with real processes.
 
 The oracle is the plain sum in the one order (`Order.add_up` on whole rows). With bf16 on the wire the
-contributions are rounded to bf16, added in f32, and the sum is rounded. A ring above two ranks adds in an
+contributions and every partial sum are rounded to bf16. A ring above two ranks adds in an
 order of its own: there the result is the same on every rank and every time, and close to the sum.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from andon.engine.order import Order, make_order
 from andon.transport.base import TRANSPORTS, Group, GroupError, Wire
-from tests.group_harness import SIZES, World, reach_barrier, world, worlds
+from tests.group_harness import SIZES, World, busy, reach_barrier, world, worlds
 
 WIRES: tuple[Wire, ...] = ("f32", "bf16")
 HUGE = 10_000_000
@@ -32,10 +32,13 @@ def contribution(leaf: int, length: int) -> torch.Tensor:
 def oracle(order: Order, length: int, wire: Wire) -> torch.Tensor:
     """The sum, plainly."""
     leaves = [contribution(leaf, length) for leaf in range(len(order.leaves))]
-    if wire == "bf16":
-        leaves = [leaf.bfloat16().float() for leaf in leaves]
-    order.add_up(leaves)
-    return leaves[0].bfloat16().float() if wire == "bf16" else leaves[0]
+    if wire == "f32":
+        order.add_up(leaves)
+        return leaves[0]
+    leaves = [leaf.bfloat16().float() for leaf in leaves]
+    for into, other in order.adds:
+        leaves[into] = (leaves[into] + leaves[other]).bfloat16().float()
+    return leaves[0]
 
 
 def rows_of_mine(group: Group, order: Order, length: int, allocated: bool) -> torch.Tensor:
@@ -189,7 +192,7 @@ def test_survivors_name_a_killed_peer_within_a_second(transport: str, size: int)
         for outcome in outcomes:
             name, rank, seconds = outcome.value
             assert (name, rank) == ("PeerLost", victim)
-            assert seconds < 1.0
+            assert seconds < 1.0 * busy()
 
 
 @pytest.mark.parametrize(("transport", "size"), worlds(3, processes_only=True))
@@ -197,12 +200,12 @@ def test_survivors_name_a_stopped_peer_within_the_timeout(transport: str, size: 
     victim = 1
     with World(transport, size, timeout=2.0) as ranks:
         ranks.run(reach_barrier)
-        outcomes = ranks.outcomes(reduce_until_failure, victim, signal.SIGSTOP, deadline=5.0)
+        outcomes = ranks.outcomes(reduce_until_failure, victim, signal.SIGSTOP, deadline=5.0 * busy())
         assert outcomes.pop(victim).error == "Late"
         for outcome in outcomes:
             name, rank, seconds = outcome.value
             assert (name, rank) == ("GroupTimeout", victim)
-            assert 1.9 < seconds < 3.0
+            assert 1.9 < seconds < 3.0 * busy()
 
 
 @pytest.mark.parametrize(("transport", "size"), worlds(2, processes_only=True))

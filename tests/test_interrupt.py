@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_ctrl_c_saves_once_and_leaves_and_the_same_command_goes_on(tmp_path: Pat
     wait_for_step(tmp_path / "run", 3, process)
     ctrl_c(process)
     output = finish(process)
-    assert process.returncode == 0 and "Stopped and saved at step" in output, output
+    assert process.returncode == 4 and "Stopped and saved at step" in output, output
     (stopped,) = events(tmp_path / "run", "stopped")
     assert 3 <= stopped["step"] < 40
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -62,7 +63,7 @@ def test_ctrl_c_before_the_workers_have_joined_is_not_lost(tmp_path: Path) -> No
         assert time.monotonic() < until  # until both are out of the terminal's reach
     ctrl_c(process)
     output = finish(process)
-    assert process.returncode == 0 and "Stopped and saved at step 1" in output, output
+    assert process.returncode == 4 and "Stopped and saved at step 1" in output, output
 
 
 @pytest.mark.parametrize("transport", ["shm", "star"])
@@ -74,7 +75,7 @@ def test_sigterm_to_every_process_at_once_saves_and_leaves(tmp_path: Path, trans
         each.terminate()
     process.terminate()
     output = finish(process)
-    assert process.returncode == 0 and "Stopped and saved at step" in output, output
+    assert process.returncode == 4 and "Stopped and saved at step" in output, output
     (stopped,) = events(tmp_path / "run", "stopped")
     verify(checkpoint_path(tmp_path / "run" / "checkpoints", stopped["step"]))
 
@@ -84,14 +85,41 @@ def test_two_signals_at_the_same_moment_are_heard(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
     output = finish(process)
-    assert process.returncode in (0, 1) and "Once more quits" in output, output
+    assert process.returncode in (4, 1) and "Once more quits" in output, output
 
 
 def test_sigterm_to_one_worker_stops_all_of_them(tmp_path: Path) -> None:
     process = start_long_run(tmp_path)
     workers_of(process)[1].terminate()
     output = finish(process)
-    assert process.returncode == 0 and "Stopped and saved at step" in output, output
+    assert process.returncode == 4 and "Stopped and saved at step" in output, output
+
+
+@pytest.mark.parametrize("transport", ["shm", "star"])
+def test_a_closed_terminal_saves_and_leaves(tmp_path: Path, transport: str) -> None:
+    process = start_long_run(tmp_path, f"--group.transport={transport}", "--checkpoint.every=0")
+    for each in workers_of(process):
+        each.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)  # the shell sends one, and the system another
+    output = finish(process)
+    assert process.returncode == 4 and "Stopped and saved at step" in output, output
+    (stopped,) = events(tmp_path / "run", "stopped")
+    verify(checkpoint_path(tmp_path / "run" / "checkpoints", stopped["step"]))
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing() -> None:
+    script = """
+import os, signal
+from andon.cluster.signals import save_on_signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+save_on_signal(lambda: print("saves"))
+os.kill(os.getpid(), signal.SIGHUP)
+print("goes on")
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.stdout.split("\n") == ["goes on", "saves", ""], done
 
 
 def test_a_second_ctrl_c_quits_at_once_and_leaves_no_process(tmp_path: Path) -> None:

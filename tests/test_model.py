@@ -171,3 +171,50 @@ def test_what_this_decoder_does_not_do_is_refused(tmp_path: Path, change: dict[s
     (tmp_path / "config.json").write_text(json.dumps(to_hub(SMALL, end_token=0) | change))
     with pytest.raises(UserError, match="not a plain Llama"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"num_attention_heads": count} for count in (0, -4, 3, "4", 2.5, True)),
+        *({"num_key_value_heads": 0}, {"hidden_size": 0}, {"vocab_size": 10**15}, {"max_position_embeddings": 10**15}),
+        *({"num_hidden_layers": 10**15}, {"rms_norm_eps": "small"}, {"rope_theta": -1.0}, {"intermediate_size": []}),
+    ],
+    ids=str,
+)
+def test_sizes_that_make_no_sense_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    save(make(SMALL), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(to_hub(SMALL, end_token=0) | change))
+    with pytest.raises(UserError, match="describes no model that there can be"):
+        load_model(tmp_path)
+
+
+def test_sizes_that_the_weights_do_not_have_cost_no_memory(tmp_path: Path) -> None:
+    save(make(SMALL), tmp_path)
+    huge = to_hub(replace(SMALL, hidden=1 << 17, intermediate=1 << 20), end_token=0)
+    (tmp_path / "config.json").write_text(json.dumps(huge))
+    with pytest.raises(UserError, match="does not fit this model"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "7", "{", "[" * 100_000, '{"rope_parameters": []}'], ids=lambda t: t[:9]
+)
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    save(make(SMALL), tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff" * 64, (8).to_bytes(8, "little") + b"[1, 2,3]", b"\x02" + bytes(7) + b"{}"]
+)
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path, data: bytes) -> None:
+    save(make(SMALL), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(UserError, match=r"is damaged|does not fit this model"):
+        load_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(data + bytes(10**6))
+    with pytest.raises(UserError, match="is damaged"):
+        load_model(tmp_path)

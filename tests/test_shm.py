@@ -13,7 +13,7 @@ from andon.errors import UserError
 from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings, Wire
 from andon.transport.shm.group import ShmGroup
 from andon.transport.shm.segment import STAGE_BYTES
-from tests.group_harness import World
+from tests.group_harness import World, busy
 from tests.test_group_contract import oracle, rows_of_mine
 
 LONG = STAGE_BYTES // 4 * 3 + 17  # more than a staging area of floats
@@ -160,7 +160,7 @@ def test_a_rank_that_leaves_is_lost_to_the_others_at_once() -> None:
         assert left.error == "GroupError" and "has left" in left.message
         for outcome in others:
             assert outcome.error == "PeerLost" and "rank 0" in outcome.message
-            assert outcome.seconds < 1.0
+            assert outcome.seconds < 1.0 * busy()
 
 
 def test_a_long_wait_costs_hardly_any_processor_time() -> None:

@@ -19,6 +19,7 @@ from andon.engine.order import order_of_ranges
 from andon.transport.base import GroupTimeout, PeerLost, ProtocolError, Settings, Wire
 from andon.transport.tcp.star import SERVER, StarGroup
 from andon.transport.tcp.star_server import StarServer
+from tests.group_harness import busy
 from tests.plain_peers import SECONDS, PlainWorker
 
 
@@ -81,9 +82,9 @@ def test_owners_receive_long_sums_in_the_one_order_whoever_has_rows(shares: tupl
         for group in groups:
             assert group.bytes_sent == len(order.nodes[group.rank]) * count * (4 if wire == "f32" else 2)
     if wire == "bf16":
-        leaves = [leaf.bfloat16().float() for leaf in leaves]
+        leaves = [leaf.bfloat16() for leaf in leaves]  # every partial sum is rounded, too
     order.add_up(leaves)
-    want = leaves[0] if wire == "f32" else leaves[0].bfloat16().float()
+    want = leaves[0].float()
     for rank in range(3):
         assert torch.equal(rows[rank][0, bounds[rank] : bounds[rank + 1]], want[bounds[rank] : bounds[rank + 1]])
 
@@ -180,7 +181,7 @@ def test_the_ranks_of_a_killed_server_name_it() -> None:
         started = time.monotonic()
         errors = everyone(groups, lambda group: group.barrier())
         assert [(type(error), error.rank) for error in errors] == [(PeerLost, SERVER)] * 2
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 1.0 * busy()
         for group in groups:
             group.close()
     finally:

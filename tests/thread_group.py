@@ -52,7 +52,7 @@ class ThreadGroup(Group):
                 flat[lo:hi].copy_(flats[rank][lo:hi])
         self._meet(None, "all-gather")
 
-    def close(self) -> None:
+    def leave(self) -> None:
         self._meeting.leave(self.rank)
 
     def _meet(self, value: object, operation: str) -> list[Any]:

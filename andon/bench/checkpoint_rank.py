@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from andon.bench.train_rank import RandomBatches, initialised, make_optimizer, make_trainer
 from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
 from andon.checkpoint.format import CHUNK_BYTES, as_bytes
-from andon.checkpoint.progress import Progress
 from andon.model.shape import SHAPES
 from andon.optim.sharding import Zero
 from andon.transport.base import fastest_here, open_group
@@ -42,7 +41,7 @@ class Bench:
         shape = SHAPES[task["preset"]]
         optimizer = make_optimizer(initialised(shape), self.group, Zero("off"))
         facts = RunFacts(self.folder, state={}, files={})
-        self.checkpointer = Checkpointer(optimizer, Progress(), facts, SaveSettings(keep=1), self._tell)
+        self.checkpointer = Checkpointer(optimizer, facts, SaveSettings(keep=1), self._tell)
         batches = RandomBatches(shape, task["tokens"], seed=task["rank"])
         self.trainer = make_trainer(optimizer, batches, self.checkpointer)
         self.arena = optimizer.model.arena

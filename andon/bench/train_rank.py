@@ -17,7 +17,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from andon.checkpoint.checkpointer import Checkpointer
-from andon.checkpoint.progress import Progress
 from andon.engine.optimizer import AdamW
 from andon.engine.parallel import DataParallel
 from andon.engine.trainer import IntArray, StepSettings, Trainer
@@ -65,8 +64,7 @@ def make_optimizer(model: Llama, group: Group, zero: Zero) -> AdamW:
 def make_trainer(optimizer: AdamW, batches: RandomBatches, checkpointer: Checkpointer | None = None) -> Trainer:
     """Andon's step, as `andon train` does it."""
     settings = StepSettings(learning_rate=lambda step: LR, last_step=ENDLESS, clip=1.0)
-    progress = checkpointer.progress if checkpointer else Progress()
-    return Trainer(optimizer, batches, settings, progress, checkpointer)
+    return Trainer(optimizer, batches, settings, checkpointer)
 
 
 def ddp_step(shape: Shape, batches: RandomBatches) -> Callable[[], None]:

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from andon.checkpoint.listing import checkpoint_path, should_save
 from andon.checkpoint.moments import Moments
-from andon.checkpoint.progress import Progress
 from andon.checkpoint.resume import load_checkpoint
 from andon.checkpoint.saver import Saver, Tell
-from andon.checkpoint.snapshot import Snapshot
+from andon.checkpoint.snapshot import Snapshot, saved_buffers
 from andon.checkpoint.store import Store
 from andon.engine.optimizer import Optimizer
 from andon.errors import UserError
@@ -49,15 +48,17 @@ class RunFacts:
     """Text files by name, such as what Hugging Face needs."""
     holder: Callable[[], str] = lambda: ""
     """Which process holds the run's folder, as this rank sees it; empty: it does not see the folder."""
+    check: Callable[[Path, Mapping[str, Any]], None] = lambda folder, state: None
+    """Refuses a checkpoint, by its folder and its `state.json`, from which this run cannot go on."""
+    progress: Callable[[], Mapping[str, Any]] = dict
+    """Fields of `state.json` that change from step to step, besides those of `engine.progress`."""
 
 
 class Checkpointer:
     """Saves and loads a run together with the other ranks."""
 
-    def __init__(
-        self, optimizer: Optimizer, progress: Progress, facts: RunFacts, settings: SaveSettings, tell: Tell
-    ) -> None:
-        self.optimizer, self.progress, self.facts, self.settings = optimizer, progress, facts, settings
+    def __init__(self, optimizer: Optimizer, facts: RunFacts, settings: SaveSettings, tell: Tell) -> None:
+        self.optimizer, self.progress, self.facts, self.settings = optimizer, optimizer.progress, facts, settings
         self.tell, self.model = tell, optimizer.model
         self._overdue = -1
         """The step whose save has used up our patience."""
@@ -83,13 +84,14 @@ class Checkpointer:
         snapshot = Snapshot(self.model.arena, pieces, shards, weights=group.rank == 0)
         return Saver(self.model, store, snapshot, self.tell, settings.timeout)
 
-    def load(self, folder: Path) -> None:
-        """Go on from a verified checkpoint, exactly, with any number of workers."""
-        self.progress.restore(load_checkpoint(folder, self.optimizer, self.facts.state))
-        self.optimizer.steps = self.progress.step
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Go on from a verified checkpoint, exactly, with any number of workers; gives its `state.json`."""
+        state = load_checkpoint(folder, self.optimizer, self.facts.check)
+        self.progress.restore(state)
         self.optimizer.rule.updates = self.progress.updates
         if folder.resolve() == checkpoint_path(self.facts.folder, self.progress.step).resolve():
             self._saver.saved = self.progress.step
+        return state
 
     def status(self) -> Any:
         """What this rank tells of a save in progress, with the step's exchange."""
@@ -138,6 +140,8 @@ class Checkpointer:
             return
         if self._moments.gathers:
             saver.snapshot.moments = self._moments.to_save()
+        if self.model.membership.rank == 0:
+            saver.snapshot.keep_buffers(saved_buffers(self.model.module))
         saver.request(step, self._texts() if self.model.membership.rank == 0 else {})
         if wait:
             if not saver.finish(patience):
@@ -157,7 +161,8 @@ class Checkpointer:
             "next": {"step": self.progress.step + 1, "slot": 0},
             "slots": self.model.membership.order.slots,
             "world_size": self.model.membership.world_size,
-            # Batches and first weights are pure functions of the seed, and nothing else is drawn in training.
+            # Batches, first weights and what is drawn in a slot are pure functions of the seed.
+            **self.facts.progress(),
             **self.facts.state,
         }
         return {"state.json": json.dumps(state, indent=2) + "\n", **self.facts.files}

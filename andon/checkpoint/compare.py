@@ -1,7 +1,7 @@
 """Comparing two checkpoints tensor by tensor, whatever the number of workers that wrote them."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from safetensors import safe_open
@@ -18,9 +18,7 @@ Pair = tuple[Path, Path]
 def compare(folders: Pair, known: tuple[Manifest, Manifest]) -> Iterator[tuple[str, str]]:
     """(tensor, how it differs) of every weight and moment; an empty text: it does not."""
     with ExitStack() as stack:
-        for folder in folders:
-            stack.enter_context(reading(folder))
-        files = [stack.enter_context(safe_open(folder / MODEL, framework="pt")) for folder in folders]
+        files = [stack.enter_context(_open(folder)) for folder in folders]
         names = [each.files[MODEL].tensors for each in known]
         for name in dict.fromkeys((*names[0], *names[1])):
             if name not in names[0] or name not in names[1]:
@@ -28,7 +26,7 @@ def compare(folders: Pair, known: tuple[Manifest, Manifest]) -> Iterator[tuple[s
             elif names[0][name][2] == names[1][name][2]:
                 yield name, ""
             else:
-                yield name, _difference(files[0].get_tensor(name), files[1].get_tensor(name))
+                yield name, _difference(files[0](name), files[1](name))
         sizes = [_sizes(each) for each in known]
         readers = [
             stack.enter_context(open_moments(folder, each, size))
@@ -40,6 +38,21 @@ def compare(folders: Pair, known: tuple[Manifest, Manifest]) -> Iterator[tuple[s
             else:
                 a, b = (read(kind, name, 0, size[kind, name]) for read, size in zip(readers, sizes, strict=True))
                 yield f"{kind}.{name}", _difference(a, b)
+
+
+@contextmanager
+def _open(folder: Path) -> Iterator[Callable[[str], Tensor]]:
+    """A reader of a checkpoint's weights by name."""
+    with reading(folder):
+        opened = safe_open(folder / MODEL, framework="pt")
+    with opened as file:
+
+        def read(name: str) -> Tensor:
+            with reading(folder):
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+
+        yield read
 
 
 def _difference(a: Tensor, b: Tensor) -> str:

@@ -19,7 +19,18 @@ from torch import Tensor
 from andon.checkpoint.manifest import Record
 
 CHUNK_BYTES = 8 << 20
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 At = Callable[[str], None]
 """Called at each place of a save that a fault or a cancellation may strike; it raises to stop the work."""
 

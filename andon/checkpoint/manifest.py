@@ -19,6 +19,7 @@ from andon.errors import UserError
 
 NAME = "manifest.json"
 FORMAT = 1
+REQUIRED = ("model.safetensors", "state.json")
 LONGEST = 256 << 20  # bytes of a manifest
 CHUNK_BYTES = 4 << 20
 Progress = Callable[[int], None]
@@ -134,6 +135,9 @@ def find_damage(folder: Path, progress: Progress = lambda count: None, sizes_onl
         return
     if step_of(folder) not in (-1, manifest.step):
         yield Damage(NAME, "", f"it is the manifest of checkpoint-{manifest.step}")
+    for name in REQUIRED:
+        if name not in manifest.files:
+            yield Damage(name, "", "the manifest does not list it")
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:
             yield Damage(path.name, "", "the manifest does not know it")

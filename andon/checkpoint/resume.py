@@ -6,18 +6,23 @@ Otherwise rank 0 reads everything and sends it to the others.
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andon.checkpoint.manifest import Damaged
+import torch
+from torch import Tensor
+
+from andon.checkpoint.format import as_bytes, tensor_blake3
+from andon.checkpoint.manifest import Damage, Damaged, Manifest
 from andon.checkpoint.manifest import read as read_manifest
 from andon.checkpoint.moments import Moments, ReadMoments
+from andon.checkpoint.snapshot import saved_buffers
 from andon.checkpoint.store import check_units, load_state, open_moments, reading
 from andon.engine.optimizer import Optimizer
-from andon.errors import UserError
-from andon.model.hub import load_weights
+from andon.model.hub import load_tensors
+from andon.transport.base import Group
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,12 @@ class _Opened:
     moments: ReadMoments
 
 
-def load_checkpoint(folder: Path, optimizer: Optimizer, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Load weights and optimizer state on every rank; gives `state.json`. `facts` describe this run."""
+Check = Callable[[Path, Mapping[str, Any]], None]
+"""(folder, `state.json`): refuses a checkpoint from which the run cannot go on."""
+
+
+def load_checkpoint(folder: Path, optimizer: Optimizer, check: Check) -> dict[str, Any]:
+    """Load weights, buffers and optimizer state on every rank; gives `state.json`."""
     model, group = optimizer.model, optimizer.model.group
     moments = Moments(optimizer, rank_0_writes_all=False)
     seen = group.all_gather_bytes(_manifest_digest(folder).encode())
@@ -38,13 +47,15 @@ def load_checkpoint(folder: Path, optimizer: Optimizer, facts: Mapping[str, Any]
     with contextlib.ExitStack() as stack:
         opened = None
         if same_for_all or group.rank == 0:
-            opened = stack.enter_context(_open(folder, moments, facts))
+            opened = stack.enter_context(_open(folder, moments, check))
         told = json.dumps([opened.state, opened.units] if opened else None).encode()
         state, units = json.loads(group.all_gather_bytes(told)[0])
         if same_for_all and opened:
             moments.load(opened.moments)
         else:
             group.broadcast(model.arena.weights, src=0)
+            for buffer in saved_buffers(model.module).values():
+                _broadcast(group, buffer)
             moments.receive(opened.moments if opened else None)
     check_units(folder, units, model.arena)
     found: dict[str, Any] = state
@@ -52,15 +63,33 @@ def load_checkpoint(folder: Path, optimizer: Optimizer, facts: Mapping[str, Any]
 
 
 @contextlib.contextmanager
-def _open(folder: Path, moments: Moments, facts: Mapping[str, Any]) -> Iterator[_Opened]:
+def _open(folder: Path, moments: Moments, check: Check) -> Iterator[_Opened]:
     """Check a checkpoint against this run and read it: weights into the model, moments on demand."""
     state = load_state(folder)
-    check_resumable(folder, state, facts)
+    check(folder, state)
     with reading(folder):
         manifest = read_manifest(folder)
-        load_weights(moments.model.module, folder)
+        buffers = saved_buffers(moments.model.module)
+        load_tensors(moments.model.arena.parameters | buffers, folder)
+        _check_buffers(folder, manifest, buffers)
         with open_moments(folder, manifest, moments.sizes) as read:
             yield _Opened(state, dict(manifest.units), read)
+
+
+def _check_buffers(folder: Path, known: Manifest, buffers: Mapping[str, Tensor]) -> None:
+    """Refuse buffers that are not those that were saved; weights are checked by unit."""
+    saved = {tensor: (file, digest) for file, tensor, digest in known.tensors()}
+    for name, buffer in buffers.items():
+        file, digest = saved[name]
+        if tensor_blake3(buffer.cpu().contiguous()) != digest:
+            raise Damaged(Damage(file, name, "its bytes are not what was saved"))
+
+
+def _broadcast(group: Group, buffer: Tensor) -> None:
+    """Rank 0's values of a buffer of any type."""
+    host = buffer.cpu().contiguous()
+    data = group.all_gather_bytes(bytes(as_bytes(host)) if group.rank == 0 else b"")[0]
+    buffer.copy_(torch.frombuffer(bytearray(data), dtype=host.dtype).view(host.shape))
 
 
 def _manifest_digest(folder: Path) -> str:
@@ -69,32 +98,3 @@ def _manifest_digest(folder: Path) -> str:
         return read_manifest(folder).digest
     except Damaged:
         return ""
-
-
-def check_resumable(folder: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Refuse to go on with other data, another seed or another batch: samples would repeat or be missed."""
-    if state["data"] != facts["data"]:
-        raise UserError(
-            f"{folder} was trained on other data",
-            f"Its tokens have digest {state['data'][:12]}, these {facts['data'][:12]}",
-            "Give the same corpus, or start afresh with --resume none",
-        )
-    before, now = state["config"], facts["config"]
-    pairs = {
-        "seed": (before["seed"], now["seed"]),
-        "data.validation": (before["data"]["validation"], now["data"]["validation"]),
-        **{
-            f"model.{key}": (old, now["model"].get(key))
-            for key, old in before["model"].items()
-            if key != "preset" and old is not None
-        },
-        **{f"train.{key}": (before["train"][key], now["train"][key]) for key in ("slots", "micro_batch", "context")},
-        "train.weights": (before["train"].get("weights", "f32"), now["train"]["weights"]),
-    }
-    changed = [f"{key} {old} → {new}" for key, (old, new) in pairs.items() if old != new]
-    if changed:
-        raise UserError(
-            f"{folder} was trained with other settings: {', '.join(changed)}",
-            "It would go on with another model, or see some samples twice and others never",
-            "Keep these, choose another --run.dir, or start afresh with --resume none",
-        )

@@ -284,7 +284,7 @@ class Saver:
         folder = self.store.begin(step, turn)
         if self.is_rank_0:
             name = "model.safetensors"
-            records[name] = write_tensors(folder / name, snapshot.weights, snapshot.digests, at)
+            records[name] = write_tensors(folder / name, snapshot.weights | snapshot.buffers, snapshot.digests, at)
             for name, text in self._texts.items():
                 records[name] = write_text(folder / name, text, at)
         if snapshot.moments:

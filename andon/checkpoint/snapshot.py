@@ -1,16 +1,17 @@
 """A snapshot: a copy of what one rank will write, taken while training goes on.
 
-Rank 0 writes the weights; the optimizer's state is shared out among the ranks (`checkpoint.moments`). Nothing
-that is copied changes before the next optimizer step, so a background thread can copy it during the next
-forward and backward. The buffers are kept for the next save. The same pass takes the digests of the weights:
-of the copy where there is one, and elsewhere of the weights themselves.
+Rank 0 writes the weights and the module's buffers; the optimizer's state is shared out among the ranks
+(`checkpoint.moments`). Weights and state do not change before the next optimizer step, so a background thread can copy
+them during the next forward and backward; the module's buffers are few and copied at once. The memory of the copies is
+kept for the next save. The same pass takes the digests of the weights: of the copy where there is one, and elsewhere of
+the weights themselves.
 """
 
 from collections.abc import Mapping
 
 import torch
 from blake3 import blake3
-from torch import Tensor
+from torch import Tensor, nn
 
 from andon.checkpoint.format import At, tensor_blake3
 from andon.engine.arena import Arena, Layout
@@ -22,6 +23,7 @@ class Snapshot:
     def __init__(self, arena: Arena, moments: Mapping[str, Tensor], shards: int, weights: bool) -> None:
         self.arena, self.sources, self.shards = arena, moments, shards
         self.weights: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
         self.moments: Mapping[str, Tensor] = {}
         self.digests: dict[str, str] = {}
         """BLAKE3 of each weight."""
@@ -30,7 +32,11 @@ class Snapshot:
     @property
     def size(self) -> int:
         """Bytes of all copies."""
-        return sum(tensor.nbytes for tensor in (*self.weights.values(), *self.moments.values()))
+        return sum(tensor.nbytes for each in (self.weights, self.buffers, self.moments) for tensor in each.values())
+
+    def keep_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Copy buffers now: the next forward may change them."""
+        self.buffers = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
 
     @torch.no_grad()
     def take(self, at: At) -> tuple[str, ...]:
@@ -49,6 +55,12 @@ class Snapshot:
             at("snapshot")
             self.moments[name].copy_(source)
         return unit_digests(self.arena.layout, self.digests)
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to a module's state, by name."""
+    buffers, state = dict(module.named_buffers()), module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in buffers.items() if name in state}
 
 
 def unit_digests(layout: Layout, digests: Mapping[str, str]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from andon.engine.arena import Arena
 from andon.errors import UserError
 from andon.files import sync
 
-STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row", "data", "config")
+STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row")
 PIECE_NAME = re.compile(r"([a-z_]+)\.(.+)\[(\d+):(\d+)\]")
 Moment = tuple[str, str]
 """A kind of optimizer state (`first`, `second`, `master`), and the parameter."""
@@ -117,10 +117,12 @@ def load_state(folder: Path) -> dict[str, Any]:
     """The `state.json` of a checkpoint."""
     try:
         state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if not isinstance(state, dict):
+            raise ValueError("it is no object")
         if missing := [key for key in STATE_KEYS if key not in state]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         return state
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{folder} cannot be resumed",
             f"state.json: {error}",

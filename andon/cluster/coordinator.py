@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from andon.cluster.control import COORDINATOR, ControlLink, Message
-from andon.errors import UserError
+from andon.errors import UserError, worst
 from andon.run.events import Emit, Event, cannot_write, event
 from andon.transport.base import GroupError, ProtocolError
-from andon.transport.tcp.connect import Link
+from andon.transport.tcp.connect import Link, listen
 from andon.version import VERSION
 
 POLL = 0.5  # seconds; a wait without a timeout would not let Python handle signals
@@ -36,7 +36,8 @@ class Coordinator:
         self._stopping = self._begun = False
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._listener = socket.create_server(bind)
+        self._listener = listen(bind, backlog=world_size + 8)
+        self._listener.setblocking(True)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._start(self._accept)
 
@@ -61,7 +62,7 @@ class Coordinator:
         if self._lost and not self.failures:
             what = f"Rank {self._lost[0]} was lost"
             self.failures.append(UserError(what, "Its connection ended", "Start all of them again: they resume"))
-        return max(self.codes.values())
+        return worst(self.codes.values())
 
     @property
     def all_left(self) -> bool:

@@ -1,22 +1,87 @@
 """`andon.init`: the group of a process that runs a script of the user's own."""
 
+import atexit
 import os
+import random
+import sys
+import warnings
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from andon.transport.base import Group, Settings
+from andon.cluster.script import join_launcher
+from andon.cluster.session import make_torch_deterministic
+from andon.integrity.probe import compare_probes, take_probe
+from andon.numerics import Numerics, choose_kernels
+from andon.transport.base import Group, Settings, Wire, fastest_here, open_group
 from andon.transport.local import LocalGroup
-from andon.transport.torch_dist import TorchGroup
+from andon.transport.torch_dist import StoreRendezvous, TorchGroup
 
 
-def init(timeout: float = 60.0) -> Group:
-    """The group of this process: torchrun's ranks, or a group of one. Close it at the end."""
-    if "WORLD_SIZE" not in os.environ:
-        return LocalGroup()
-    opened_here = not dist.is_initialized()
+def init(
+    timeout: float = 60.0,
+    seed: int = 0,
+    numerics: Numerics = "portable",
+    threads: int = 1,
+    wire: Wire = "f32",
+    mixed: bool = False,
+) -> Group:
+    """The group of this process; close it at the end.
+
+    Its other ranks are the workers of `andon run`, or those of torchrun or SLURM, or nobody. On one machine they
+    exchange through shared memory, otherwise (and on GPUs) through torch.distributed. torch is made deterministic, with
+    `threads` compute threads per worker, and all generators start from `seed`. `timeout` is how many seconds a rank may
+    make no progress; `wire` rounds gradients on their way; `mixed` lets machines that compute other bits train
+    together."""
+    if warning := choose_kernels(numerics):
+        warnings.warn(warning, RuntimeWarning, stacklevel=2)
+    make_torch_deterministic(threads)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    group = _open(Settings(timeout, wire))
+    on_gpu = torch.cuda.is_available()
+    if found := compare_probes(group, take_probe(torch.device("cuda" if on_gpu else "cpu")), mixed):
+        warnings.warn(f"Unequal machines: {found}. Each weight is updated by one of them", RuntimeWarning, stacklevel=2)
+    atexit.register(_close_at_exit, group)
+    return group
+
+
+def _open(settings: Settings) -> Group:
+    if client := join_launcher():
+        group = open_group(fastest_here(client.world_size), client, settings)
+        group.stop_wanted = client.stop.is_set
+        return group
+    _read_slurm()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return LocalGroup(settings.wire)
+    return _open_torchrun(settings)
+
+
+def _open_torchrun(settings: Settings) -> Group:
+    """The ranks that torchrun (or SLURM) has started."""
+    here, opened_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), not dist.is_initialized()
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= here  # NCCL wants one for each rank
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if opened_here:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return TorchGroup(None, Settings(timeout), owned=opened_here)
+        dist.init_process_group("nccl" if on_gpus else "gloo")
+    size = dist.get_world_size()
+    if on_gpus or here != size or fastest_here(size) == "torch":
+        return TorchGroup(None, settings, owned=opened_here)
+    store = dist.distributed_c10d._get_default_store()
+    return open_group(fastest_here(size), StoreRendezvous(store, dist.get_rank(), size, settings.timeout), settings)
+
+
+def _read_slurm() -> None:
+    """Ranks that SLURM has started: say so as torchrun would. The address of rank 0 must be given."""
+    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ and "SLURM_PROCID" in os.environ:
+        os.environ.update({name: os.environ[slurm] for name, slurm in names.items() if slurm in os.environ})
+
+
+def _close_at_exit(group: Group) -> None:
+    """A script that ends without `close` loses nothing; after an error the other ranks may be gone, so nobody waits."""
+    if getattr(sys, "last_value", None) is None:
+        group.close()

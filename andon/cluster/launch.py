@@ -10,16 +10,18 @@ from typing import Any
 
 from rich.console import Console
 
+from andon.cluster.bf16 import check_bf16
 from andon.cluster.control import Message
 from andon.cluster.coordinator import Coordinator
-from andon.cluster.processes import Workers
+from andon.cluster.processes import Command, Workers
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
-from andon.cluster.worker import EXIT_HALTED, EXIT_USER_ERROR, join
+from andon.cluster.worker import join
 from andon.config.load import load
-from andon.config.schema import Config, DataConfig
+from andon.config.schema import Config
 from andon.data.token_set import TokenSet
-from andon.errors import UserError
+from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from andon.files import expand
 from andon.run.display import Display, show_error, show_plan
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
@@ -32,16 +34,17 @@ LOOPBACK = "127.0.0.1"
 def train(config: Config, resume: str, console: Console) -> int:
     """`andon train`: start the workers of a run here and wait for them; gives the exit code."""
     config = absolute(config).on_this_machine()
+    check_bf16(config)
     with run_folder(config, resume, console) as (folder, checkpoint):
         return _coordinate(config, folder, checkpoint, console)
 
 
-def train_demo(overrides: Mapping[str, Any], console: Console) -> int:
+def train_demo(overrides: Mapping[str, Any], resume: str, console: Console) -> int:
     """`andon demo`: the tiny preset on the built-in stories; a finished demo is moved aside, not repeated."""
     demo = {"run.dir": "runs/demo", "workers": min(2, os.cpu_count() or 1)}
     config = absolute(load(None, {**demo, **overrides}))
     finished = (config.run.dir / "summary.json").exists()
-    return train(config, "none" if finished else "auto", console)
+    return train(config, "none" if finished and resume == "auto" else resume, console)
 
 
 def serve(config: Config, bind: tuple[str, int], console: Console) -> int:
@@ -55,15 +58,16 @@ def join_run(host: str, port: int, console: Console) -> int:
     """`andon worker`: join a coordinator, perhaps on another machine; gives the exit code."""
 
     def tokens_of(config: Config, job: Message) -> TokenSet:
-        console.print(f"Joined {host}:{port}: {config.model.preset}, {config.train.steps:,} steps", style="dim")
-        data = config.data.model_copy(update={"cache": DataConfig().cache})  # each machine has its own
-        return prepare_tokens(config.model_copy(update={"data": data}), console)
+        console.print(f"Joined {place}: {config.model.preset}, {config.train.steps:,} steps", style="dim")
+        check_bf16(config)
+        return prepare_tokens(config.with_own_cache(), console)  # each machine has its own
 
+    place = address_text(host, port)
     try:
         return join(host, port, None, tokens_of)
     except GroupError as error:
         remedy = "Check the address and that `andon coordinator` is running there"
-        raise UserError(f"The coordinator at {host}:{port} cannot be reached", str(error), remedy) from None
+        raise UserError(f"The coordinator at {place} cannot be reached", str(error), remedy) from None
 
 
 @contextlib.contextmanager
@@ -91,7 +95,7 @@ def recording(config: Config, folder: RunFolder, console: Console) -> Iterator[t
 
         def emit(event: Event) -> None:
             if event["event"] == "start":
-                folder.begin(config)
+                folder.begin(config.model_copy(update={"probe": event["probe"]}))
             recorder.emit(event)
 
         for note in folder.notes:
@@ -104,7 +108,7 @@ def _coordinate(
 ) -> int:
     """Coordinate a run: start its workers here, or with `bind` wait for those that are started elsewhere."""
     tokens = prepare_tokens(config, console)
-    log = config.run.dir / "logs" / "rank-{rank}.log"
+    logs = config.run.dir / "logs"
     workers: Workers | None = None
 
     def save() -> None:
@@ -128,30 +132,51 @@ def _coordinate(
             "folder_mark": read_mark(folder.folder),
             "tokens": str(tokens.folder),
             "resume": str(checkpoint) if checkpoint else None,
-            "log": str(log.parent),
+            "log": str(logs),
             "server": server,
         }
-        coordinator = Coordinator(job, config.workers, emit, bind or (LOOPBACK, 0))
-        stack.enter_context(contextlib.closing(coordinator))
+        coordinator = stack.enter_context(_listening(job, config.workers, emit, bind or (LOOPBACK, 0)))
         save_on_signal(save, quit_now)
         if bind:
             host, port = coordinator.address
             host = socket.gethostname() if host in ("0.0.0.0", "::") else host
-            console.print(f"Waiting for {config.workers} workers: andon worker {host}:{port}", soft_wrap=True)
+            where = address_text(host, port)
+            console.print(f"Waiting for {config.workers} workers: andon worker {where}", soft_wrap=True)
             code = coordinator.wait()
         else:
-            workers = stack.enter_context(Workers(config, coordinator.address, log))
+            place = [coordinator.address[0], str(coordinator.address[1])]
+            commands = [Command(["-m", "andon.cluster.worker", *place, str(rank)]) for rank in range(config.workers)]
+            workers = stack.enter_context(Workers(commands, config.threads, logs))
             code = workers.wait(coordinator)
     if failures := coordinator.failures + ([recorder.failure] if recorder.failure else []):
         show_error(console, failures[0])
         return code if code == EXIT_HALTED else EXIT_USER_ERROR
-    if code not in (0, EXIT_HALTED):
+    if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         who = workers.first_failure if workers else "A worker"
-        raise UserError(f"{who} ended the run", "It gave no reason", f"Look at {log.parent}")
+        raise UserError(f"{who} ended the run", "It gave no reason", f"Look at {logs}")
     return code
+
+
+@contextlib.contextmanager
+def _listening(job: Message, workers: int, emit: Emit, bind: tuple[str, int]) -> Iterator[Coordinator]:
+    """A coordinator at an address, until the context is left."""
+    try:
+        coordinator = Coordinator(job, workers, emit, bind)
+    except OSError as error:
+        what = f"The coordinator cannot listen at {address_text(*bind)}"
+        remedy = "Choose another --bind: an address of this machine, and port 0 for a free one"
+        reason = str(error.strerror or error).partition(" (")[0]  # Python names the address once more
+        raise UserError(what, reason, remedy) from None
+    with contextlib.closing(coordinator):
+        yield coordinator
+
+
+def address_text(host: str, port: int) -> str:
+    """HOST:PORT, as a person types it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def absolute(config: Config) -> Config:
     """The configuration with an absolute path of the run's folder."""
-    run = config.run.model_copy(update={"dir": config.run.dir.expanduser().resolve()})
+    run = config.run.model_copy(update={"dir": expand(config.run.dir).resolve()})
     return config.model_copy(update={"run": run})

@@ -10,6 +10,7 @@ import torch
 from andon.config.schema import Config
 from andon.data.token_set import TokenSet
 from andon.errors import UserError
+from andon.integrity.probe import compare_probes, differing, take_probe
 from andon.run.build import build_trainer
 from andon.run.events import Emit, event, no_event
 from andon.run.loop import Run
@@ -18,14 +19,18 @@ from andon.transport.base import Group, Rendezvous, Settings, open_group
 
 def train(
     config: Config, tokens: TokenSet, group: Group, resume: Path | None, emit: Emit, stop_wanted: Callable[[], bool]
-) -> None:
-    """Train as one rank of a run, from a checkpoint if one is given, to its end."""
+) -> bool:
+    """Train as one rank of a run, from a checkpoint if one is given; whether it was stopped before its end."""
+    emit = emit if group.rank == 0 else no_event
     device = choose_device(config.device, group.rank, emit)
-    trainer = build_trainer(config, tokens, group, device, emit if group.rank == 0 else no_event)
+    config = with_probe(config, group, device, emit)
+    group.stop_wanted = stop_wanted
+    trainer = build_trainer(config, tokens, group, device, emit)
     try:
         if resume:
             trainer.resume(resume)
-        Run(config, tokens, trainer, emit).train(stop_wanted)
+        Run(config, tokens, trainer, emit).train()
+        return trainer.progress.step < config.train.steps
     finally:
         trainer.close()
 
@@ -40,6 +45,19 @@ def open_configured(
     address, token = ((str(server[0]), int(server[1])), str(server[2])) if server else (None, "")
     settings = Settings(config.group.timeout, config.group.wire, host, address, token)
     return open_group(config.group.transport, rendezvous, settings)
+
+
+def with_probe(config: Config, group: Group, device: torch.device, emit: Emit) -> Config:
+    """Take the probe; refuse ranks that compute other bits, unless the configuration allows them."""
+    probe = dict(take_probe(device))
+    if found := compare_probes(group, probe, config.group.mixed):
+        emit(event("note", text=f"Unequal machines: {found}. Each weight is updated by one of them"))
+    if operations := differing(probe, config.probe):
+        what = (
+            f"This machine computes {', '.join(operations)} otherwise than the one that this configuration comes from"
+        )
+        emit(event("note", text=what))
+    return config.model_copy(update={"probe": probe})
 
 
 def make_torch_deterministic(threads: int) -> None:

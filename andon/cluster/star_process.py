@@ -1,10 +1,11 @@
 """The server of a star in a process of its own: `star_process` starts it, `main` runs in it.
 
-The first line of its standard input is the token that workers must show; it prints its address; and it ends
-when its standard input ends.
+The first line of its standard input is the token that workers must show; it prints its address as JSON, or why it has
+none; and it ends when its standard input ends.
 """
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -26,11 +27,12 @@ def star_process(host: str, world_size: int, timeout: float) -> Iterator[tuple[s
     token = secrets.token_hex(16)
     try:
         print(token, file=process.stdin, flush=True)
-        address = process.stdout.readline().split()
-        if len(address) != 2:
-            cause = f"Its process ended with {process.wait()}"
-            raise UserError("The server of the star did not start", cause, "Try --group.transport ring")
-        yield address[0], int(address[1]), token
+        line = process.stdout.readline()
+        address = json.loads(line) if line else f"Its process ended with {process.wait()}"
+        if isinstance(address, str):
+            remedy = "Choose an address of this machine, or try --group.transport ring"
+            raise UserError(f"The server of the star cannot listen at {host}", address, remedy)
+        yield address[0], address[1], token
     finally:
         process.kill()
         process.communicate()
@@ -41,10 +43,15 @@ def main(host: str, world_size: int, timeout: float) -> None:
     from andon.transport.tcp.star_server import StarServer
 
     # A batch system signals every process; the workers need this one until they have saved.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    server = StarServer((host, 0), world_size, timeout, token=sys.stdin.readline().strip())
-    print(*server.address, flush=True)
+    token = sys.stdin.readline().strip()
+    try:
+        server = StarServer((host, 0), world_size, timeout, token)
+    except OSError as error:
+        print(json.dumps(error.strerror or str(error)), flush=True)
+        return
+    print(json.dumps(server.address), flush=True)
     threading.Thread(target=_end_with_input, daemon=True).start()
     server.serve()
 

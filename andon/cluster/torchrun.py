@@ -13,12 +13,13 @@ from socket import gethostname
 import torch.distributed as dist
 from rich.console import Console
 
-from andon.cluster.launch import recording, run_folder
+from andon.cluster.bf16 import check_bf16
+from andon.cluster.launch import absolute, recording, run_folder
 from andon.cluster.session import choose_device, make_torch_deterministic, open_configured, train
 from andon.cluster.signals import save_on_signal
-from andon.cluster.worker import EXIT_HALTED
 from andon.config.load import build
 from andon.config.schema import Config
+from andon.errors import EXIT_HALTED, EXIT_STOPPED
 from andon.integrity.halt import JidokaHalt
 from andon.run.events import Emit, event, no_event
 from andon.run.loop import while_others_wait
@@ -29,7 +30,8 @@ from andon.transport.torch_dist import StoreRendezvous
 def run(config: Config, resume: str, console: Console) -> int:
     """Train as the rank that the environment names; gives the exit code."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    config = build(config.model_dump(), {"workers": world_size}).with_transport("torch")
+    config = absolute(build(config.model_dump(), {"workers": world_size})).with_transport("torch")
+    check_bf16(config)
     make_torch_deterministic(config.threads)
     stop = threading.Event()
     save_on_signal(stop.set)
@@ -54,9 +56,9 @@ def run(config: Config, resume: str, console: Console) -> int:
             emit(event("worker", rank=each, pid=int(pid), host=host))
         checkpoint = workers[0][2]
         try:
-            train(config, tokens, group, Path(checkpoint) if checkpoint else None, emit, stop.is_set)
+            stopped = train(config, tokens, group, Path(checkpoint) if checkpoint else None, emit, stop.is_set)
         except JidokaHalt:
             return EXIT_HALTED
     if recorder and recorder.failure:
         raise recorder.failure
-    return 0
+    return EXIT_STOPPED if stopped else 0

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
 from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.checkpoint.manifest import Damage, Damaged, Manifest, find_damage, read
-from andon.errors import UserError
+from andon.errors import UserError, harmless
 from andon.run.display import byte_progress, human_bytes
 from andon.run.folder import RunFolder
 
@@ -43,7 +43,7 @@ def show(path: Path, deep: bool, console: Console) -> None:
         size, age = human_bytes(_size(checkpoint)), _age(time.time() - checkpoint.stat().st_mtime)
         good = "[green]good[/]" if deep else "complete"
         verdict = f"[bold red]damaged[/] {escape(str(damages[0]))}" if damages else good
-        table.add_row(checkpoint.name, *_step_and_loss(checkpoint), size, age, verdict)
+        table.add_row(escape(checkpoint.name), *_step_and_loss(checkpoint), size, age, verdict)
     console.print(table)
     if not deep:
         console.print("complete: manifest and sizes are right; --verify reads every byte", style="dim")
@@ -77,7 +77,7 @@ def diff(first: Path, second: Path, console: Console) -> int:
     compared = list(compare((first, second), known))
     for name, difference in compared:
         if difference:
-            table.add_row(name, "differs", difference)
+            table.add_row(escape(name), "differs", difference)
     if table.row_count:
         console.print(table)
     console.print(f"{len(compared) - table.row_count} tensors are equal, {table.row_count} differ")
@@ -103,14 +103,15 @@ def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Consol
             if step not in staying:
                 if not dry_run:
                     remove(checkpoint)
-                console.print("would remove" if dry_run else "removed", checkpoint, soft_wrap=True, markup=False)
+                what = "would remove" if dry_run else "removed"
+                console.print(f"{what} {checkpoint}", soft_wrap=True, markup=False)
     console.print("kept", ", ".join(found[step].name for step in sorted(staying)), soft_wrap=True)
 
 
 def _damages(checkpoint: Path, console: Console) -> list[Damage]:
     """All damage of a checkpoint, found with a progress bar."""
     with contextlib.suppress(Damaged), byte_progress(console) as bar:
-        task = bar.add_task(escape(checkpoint.name), total=read(checkpoint).size)
+        task = bar.add_task(escape(harmless(checkpoint.name)), total=read(checkpoint).size)
         return list(find_damage(checkpoint, lambda count: bar.advance(task, count)))
     return list(find_damage(checkpoint))
 

@@ -16,14 +16,15 @@ def show_corpus(config: Config, console: Console) -> None:
     tokens = prepare_tokens(config, console)
     size = f"{tokens.token_count:,} tokens, {tokens.bytes_per_token:.2f} bytes each"
     console.print(f"{size}, vocabulary {tokens.vocab_size:,}")
-    console.print(f"digest {tokens.digest[:16]}… in {tokens.folder}", soft_wrap=True)
+    console.print(f"digest {tokens.digest[:16]}… in {tokens.folder}", soft_wrap=True, markup=False)
 
 
 def show_windows(run: Path, windows: list[int], console: Console) -> None:
     """`andon data show`: print the text of a run's training windows."""
-    config = load(run / "config.yaml")
+    # The run may be another's: nothing is written where its configuration says.
+    config = load(run / "config.yaml").with_own_cache()
     tokens, context = prepare_tokens(config, console), config.train.context
-    trained_on = [event["data"] for event in read(run) if event["event"] == "start"]
+    trained_on = _data_of(run)
     if trained_on and trained_on[-1] != tokens.digest:
         raise other_data(run)
     tokenizer, last = tokens.tokenizer(), (tokens.token_count - 1) // context - 1
@@ -33,6 +34,15 @@ def show_windows(run: Path, windows: list[int], console: Console) -> None:
         text = tokenizer.decode(tokens.read(window * context, context + 1).tolist())
         console.print(f"window {window:,} · tokens {window * context:,} to {(window + 1) * context:,}", style="bold")
         console.print(text, markup=False)
+
+
+def _data_of(run: Path) -> list[str]:
+    """The digests of the data that a run was trained on, as its events tell."""
+    try:
+        return [event["data"] for event in read(run) if event["event"] == "start"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "A line of it is no event"
+        raise UserError(f"{run / 'metrics.jsonl'} cannot be read", str(cause), "Name the folder of a run") from None
 
 
 def other_data(where: Path) -> UserError:

@@ -11,6 +11,8 @@ import psutil
 from rich.console import Console
 from rich.table import Column, Table
 
+from andon.bench.numerics import cost
+from andon.numerics import has_avx2
 from andon.run.display import human_bytes
 from andon.version import VERSION
 
@@ -30,6 +32,7 @@ def examine(console: Console) -> None:
         "shared memory": f"{human_bytes(shutil.disk_usage(shared).free)} free" if shared.is_dir() else "none",
         "loopback": _loopback(),
         "devices": _devices(),
+        "numerics": cost() if has_avx2() else "this processor has no AVX2: its bits are its own",
     }
     table = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
     for fact in facts.items():

@@ -1,6 +1,7 @@
 """`andon generate` and `andon evaluate`: write text with a checkpoint, and measure it."""
 
 import math
+import sys
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from andon.commands.data import other_data
 from andon.config.load import build
 from andon.data import stories
 from andon.data.tokenizer import Tokenizer
-from andon.errors import UserError
+from andon.errors import UserError, harmless
 from andon.model.generate import sample
 from andon.model.hub import load_model
 from andon.run import evaluate as evaluation
@@ -23,6 +24,7 @@ from andon.transport.local import LocalGroup
 
 def generate(folder: Path, prompt: str, *, count: int, length: int, temperature: float, seed: int) -> None:
     """Print texts that continue a prompt."""
+    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     verify_named(folder)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     start = [tokenizer.end, *tokenizer.encode(prompt)]
@@ -31,16 +33,21 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
         cause = f"The model's context is {context:,}"
         raise UserError(f"The prompt has {len(start):,} tokens", cause, "Give a shorter prompt")
     for row in sample(model, [start] * count, tokenizer.end, length or context - len(start), temperature, seed):
-        print(prompt + tokenizer.decode(row))
+        text = prompt + tokenizer.decode(row)
+        print(harmless(text) if sys.stdout.isatty() else text, flush=True)
 
 
 def evaluate(folder: Path, windows: int, console: Console) -> None:
     """Print a checkpoint's loss on the held-out windows of its corpus, and its valid share of stories."""
     verify_named(folder)
     state = load_state(folder)
-    config = build(state["config"], {})
+    if not isinstance(state.get("config"), dict):
+        cause = "Its state.json has no configuration: a script saved it"
+        raise UserError(f"{folder} is not a checkpoint of `andon train`", cause, "Evaluate it in the script")
+    # The checkpoint may be another's: nothing is written where its configuration says.
+    config = build(state["config"], {}).with_own_cache()
     model, tokens = load_model(folder), prepare_tokens(config, console)
-    if tokens.digest != state["data"]:
+    if tokens.digest != state.get("data"):
         raise other_data(folder)
     loss = evaluation.validation_loss(model, build_batches(config, tokens).validation(windows), LocalGroup())
     bits = evaluation.bits_per_byte(loss, tokens.bytes_per_token)

@@ -7,7 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from andon.bench.numerics import cost
 from andon.config.schema import Config
+from andon.numerics import has_avx2
 from andon.run.display import human_bytes, show_plan
 from andon.run.plan import Plan, changes, make_plan
 
@@ -28,6 +30,8 @@ def main(config: Config, as_json: bool, console: Console) -> None:
     for keys, other in others:
         table.add_row(_options(config, keys), *_figures(other, keys.get("workers", config.workers)))
     console.print(table)
+    if config.numerics == "portable" and has_avx2():
+        console.print(f"Numerics: {cost()}; --numerics native takes the fastest kernels.", style="dim")
     console.print(
         "Memory is the peak of a step, with shared memory divided among its users (PSS), plus the snapshot "
         "of a save (on rank 0, which also copies the weights). Traffic is what a rank sends in a step; in "

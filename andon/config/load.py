@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from andon.config.presets import with_preset
 from andon.config.schema import Config
-from andon.errors import UserError
+from andon.errors import UserError, shown
 
 
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -29,7 +29,8 @@ def build(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
         section, _, name = key.rpartition(".")
         target = nested.setdefault(section, {}) if section else nested
         if not isinstance(target, dict):
-            raise UserError(f"{section} = {target!r} is not a section", f"{key} was given too", "Remove one of them")
+            what = f"{section} = {shown(target)} is not a section"
+            raise UserError(what, f"{key} was given too", "Remove one of them")
         target[name] = value
     try:
         return Config.model_validate(with_preset(nested))
@@ -63,15 +64,24 @@ def check_key(key: str) -> None:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(f"{path} cannot be read", str(error.strerror), "Check the path of the configuration") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        cause = " ".join(str(error).split())
+    except Exception as error:  # the library's readers of numbers, dates and tags raise nearly everything
+        cause = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path} is not valid YAML", cause, "`andon config show` prints a valid file") from None
     if not isinstance(values, dict | None):
         raise UserError(f"{path} is not a configuration", "The top level must be keys", "Try `andon config show`")
     return values or {}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases: a few lines of them can stand for more values than there is memory."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias is not allowed: write its value")
+        return super().compose_node(parent, index)
 
 
 def _explain(error: ValidationError) -> UserError:
@@ -88,7 +98,7 @@ def _explain(error: ValidationError) -> UserError:
     if not key or first["type"] == "value_error":
         remedy = "Change one of the values: `andon config show` prints them"
         return UserError(f"{message}{more}", f"The configuration is not valid{' at ' + key if key else ''}", remedy)
-    return UserError(f"{key} = {first['input']!r} is not valid{more}", message, _help_for(key))
+    return UserError(f"{key} = {shown(first['input'])} is not valid{more}", message, _help_for(key))
 
 
 def _help_for(key: str) -> str:

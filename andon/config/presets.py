@@ -3,7 +3,7 @@
 from typing import Any, get_args
 
 from andon.config.schema import ModelConfig, Preset
-from andon.errors import UserError
+from andon.errors import UserError, shown
 from andon.model.shape import SHAPES
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ def with_preset(nested: dict[str, Any]) -> dict[str, Any]:
     preset = model.get("preset", "tiny") if isinstance(model, dict) else "tiny"
     if not isinstance(preset, str) or preset not in SHAPES:
         allowed = ", ".join(get_args(Preset))
-        raise UserError(f"model.preset = {preset!r} is not a preset", f"Presets: {allowed}", "Choose one of these")
+        raise UserError(f"model.preset = {shown(preset)} is not a preset", f"Presets: {allowed}", "Choose one of these")
     shape = SHAPES[preset]
     defaults = {
         "model": {name: getattr(shape, name) for name in ModelConfig.model_fields if name != "preset"},

@@ -7,14 +7,15 @@ Each component receives only its own section. The global batch is `train.slots` 
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 from pydantic import model_validator as validator
 
 from andon.integrity.faults import parse as parse_fault
-from andon.model.shape import SHAPES, Shape
+from andon.model.shape import LARGEST, SHAPES, Shape
+from andon.numerics import Numerics
 from andon.transport.base import TRANSPORTS, fastest_here
 
 Preset = Literal["tiny", "30m", "124m", "350m", "1b"]
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     TransportName = str
 else:
     TransportName = Literal["auto", *TRANSPORTS]
+Seconds = Annotated[float, Field(gt=0, le=1e7)]
+MOST_SLOTS = 1 << 16
 
 
 class Section(BaseModel):
@@ -31,38 +34,53 @@ class Section(BaseModel):
         extra="forbid", validate_default=True, use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_plain_text(cls, value: Any) -> Any:
+        """No system call takes a NUL, and no file a text that is not valid Unicode."""
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str | Path) and ("\0" in str(text) or not _is_unicode(str(text))):
+                raise ValueError(f"{str(text)!r} holds a NUL or is not valid UTF-8")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number_of_its_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """A choice between numbers takes their text, as every other number does."""
+        assert info.field_name
+        choices = get_args(cls.model_fields[info.field_name].annotation)
+        return next((choice for choice in choices if isinstance(choice, int) and str(choice) == value), value)
+
 
 class ModelConfig(Section):
     preset: Preset = "tiny"
     """The named shape that the other keys default to."""
-    vocab: PositiveInt
+    vocab: int = Field(gt=0, le=LARGEST["vocab"])
     """Rows of the embedding; the tokenizer may use fewer."""
-    hidden: PositiveInt
+    hidden: int = Field(gt=0, le=LARGEST["hidden"])
     """Width of the residual stream."""
-    layers: PositiveInt
+    layers: int = Field(gt=0, le=LARGEST["layers"])
     """Number of transformer blocks."""
-    heads: PositiveInt
+    heads: int = Field(gt=0, le=LARGEST["heads"])
     """Query heads."""
-    kv_heads: PositiveInt
+    kv_heads: int = Field(gt=0, le=LARGEST["kv_heads"])
     """Key and value heads; divides `heads`."""
-    intermediate: PositiveInt
+    intermediate: int = Field(gt=0, le=LARGEST["intermediate"])
     """Width of the SwiGLU."""
     tied: bool = False
     """Share the embedding with the LM head."""
 
     @validator(mode="after")
     def _divides(self) -> Self:
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError(f"hidden {self.hidden} must be an even multiple of heads {self.heads}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        if problem := Shape(context=1, **self.model_dump(exclude={"preset"})).problem():
+            raise ValueError(problem)
         return self
 
 
 class DataConfig(Section):
-    corpus: tuple[str, ...] = ("stories",)
+    corpus: tuple[Annotated[str, Field(min_length=1)], ...] = Field(("stories",), min_length=1)
     """`stories` (built in), or files, folders and globs of .txt, .jsonl and .parquet."""
-    stories: PositiveInt = 20_000
+    stories: int = Field(20_000, gt=0, le=10**9)
     """Number of built-in stories to train on."""
     tokenizer: str = "bpe"
     """`bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json."""
@@ -80,13 +98,13 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: PositiveInt = 1_000
+    steps: int = Field(1_000, gt=0, le=10**12)
     """Optimizer steps of the whole run."""
-    slots: PositiveInt = 8
+    slots: int = Field(8, gt=0, le=MOST_SLOTS)
     """Micro-batches per step, divided among the workers."""
-    micro_batch: PositiveInt = 8
+    micro_batch: int = Field(8, gt=0, le=1 << 16)
     """Windows per slot."""
-    context: PositiveInt
+    context: int = Field(gt=0, le=LARGEST["context"])
     """Tokens per window."""
     precision: Literal["auto", "f32", "bf16"] = "auto"
     """Autocast to bf16, or plain f32; `auto` is bf16 on CUDA devices that have it."""
@@ -97,7 +115,7 @@ class TrainConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: PositiveFloat = 3e-4
+    lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Decay after the warm-up; `wsd` keeps the peak and decays over the last fifth."""
@@ -111,7 +129,7 @@ class OptimConfig(Section):
     """AdamW's first decay."""
     beta2: float = Field(0.95, ge=0, lt=1)
     """AdamW's second decay."""
-    eps: PositiveFloat = 1e-8
+    eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     clip: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 switches clipping off."""
@@ -120,13 +138,13 @@ class OptimConfig(Section):
 class EvalConfig(Section):
     every: NonNegativeInt = 100
     """Steps between validations; 0: only after the last step."""
-    windows: PositiveInt = 64
+    windows: int = Field(64, gt=0, le=10**9)
     """Number of held-out windows to validate on."""
     sample_every: float = Field(30.0, ge=0)
     """Seconds between samples; 0: none."""
     temperature: float = Field(0.8, ge=0)
     """Temperature of samples; 0 always takes the likeliest token."""
-    stories: NonNegativeInt = 64
+    stories: int = Field(64, ge=0, le=1 << 16)
     """Number of samples for the share of valid stories; 0: do not measure it."""
 
 
@@ -135,8 +153,10 @@ class GroupConfig(Section):
     """How gradients are exchanged; `auto` takes the fastest that is available."""
     wire: Literal["f32", "bf16"] = "f32"
     """Format of gradients on the wire."""
-    timeout: PositiveFloat = 60.0
+    timeout: Seconds = 60.0
     """Seconds without progress after which a peer counts as stalled."""
+    mixed: bool = False
+    """Let machines that compute other bits train together: each weight is then updated by one of them only."""
 
 
 class ZeroConfig(Section):
@@ -164,7 +184,7 @@ class CheckpointConfig(Section):
     """Also keep the checkpoint of every N-th step; 0: none."""
     on_failure: Literal["continue", "stop"] = "continue"
     """What to do when a save has failed twice. The last save of a run must succeed."""
-    timeout: PositiveFloat = 1800.0
+    timeout: Seconds = 1800.0
     """Seconds after which a save is abandoned."""
 
 
@@ -178,11 +198,15 @@ class Config(Section):
 
     seed: int = Field(1, ge=0, lt=2**32)
     """Seed of weights, data order and samples."""
+    numerics: Numerics = "portable"
+    """Kernels of the CPU: `portable` ones give the same bits on every x86-64 with AVX2, `native` are the fastest."""
+    probe: dict[str, str] = {}
+    """Digests of small computations where the run was made, written by the run: another machine's bits are noticed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA if there is a device, and otherwise the CPU with a note."""
     workers: PositiveInt = 1
     """Number of worker processes."""
-    threads: PositiveInt = 1
+    threads: int = Field(1, gt=0, le=1 << 12)
     """Compute threads per worker."""
     on_nonfinite: Literal["halt", "skip"] = "halt"
     """What to do about a gradient that is not finite: halt, or skip that step on every rank."""
@@ -204,6 +228,8 @@ class Config(Section):
     def _makes_sense(self) -> Self:
         for text in self.fault:
             parse_fault(text)
+        if self.group.mixed and self.zero.replicas > 1:
+            raise ValueError("group.mixed needs zero.replicas 1: a replica is computed by another machine")
         if self.workers > self.train.slots:
             raise ValueError(
                 f"{self.workers} workers need at least one slot each, but train.slots = {self.train.slots}"
@@ -227,6 +253,10 @@ class Config(Section):
         zero = self.zero.model_copy(update={"policy": self.zero.resolve(transport)})
         return self.model_copy(update={"group": group, "zero": zero})
 
+    def with_own_cache(self) -> Self:
+        """The configuration of another user or machine, with the cache of this one."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"cache": DataConfig().cache})})
+
     def on_this_machine(self) -> Self:
         """The configuration with `auto` resolved for workers that all run on this machine."""
         return self.with_transport(fastest_here(self.workers))
@@ -241,3 +271,7 @@ class Config(Section):
         """The configuration as YAML, which `andon.config.load` reads back."""
         text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
         return text
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -27,7 +27,7 @@ from andon.data.stories import stories
 from andon.data.token_set import FORMAT, TokenSet
 from andon.data.tokenizer import Tokenizer, sample
 from andon.errors import UserError
-from andon.files import sync
+from andon.files import expand, sync
 from andon.machine import machine_id
 
 SHARD_TOKENS = 128 << 20
@@ -52,7 +52,7 @@ class Corpus:
 
 def prepare(corpus: Corpus, cache: Path, progress: Progress = quiet, shard_tokens: int = SHARD_TOKENS) -> TokenSet:
     """The token set of a corpus, from the cache or built now; progress is in bytes, or in built-in stories."""
-    cache = cache.expanduser().absolute()
+    cache = expand(cache).absolute()
     files = [] if corpus.paths == ("stories",) else find_files(corpus.paths)
     stamps = [stamp(file) for file in files]
     given = None if corpus.tokenizer in ("bpe", "bytes") else Tokenizer.load(corpus.tokenizer)

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from andon.errors import UserError
-from andon.files import write_whole
+from andon.files import expand, write_whole
 
 PIECE_BYTES = 1 << 16
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -71,7 +71,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
 
 def _matches(path: str) -> list[Path]:
-    given = Path(path).expanduser()
+    given = expand(path)
     # Not Path.glob, which does not skip hidden files.
     names = [given] if given.exists() else map(Path, glob(str(given), recursive=True))  # noqa: PTH207
     files = [file.absolute() for name in names for file in ([name] if name.is_file() else _walk(name))]

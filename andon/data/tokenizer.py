@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 from blake3 import blake3
 
 from andon.errors import UserError
+from andon.files import expand
 
 if TYPE_CHECKING:
     import tokenizers
@@ -66,7 +67,7 @@ class Tokenizer:
         """Load a tokenizer.json, or the one in a folder."""
         import tokenizers
 
-        given = Path(path).expanduser()
+        given = expand(path)
         file = given / "tokenizer.json" if given.is_dir() else given
         try:
             inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))

@@ -3,6 +3,9 @@
 A worker folds its slots as `engine.order` says: a slot's gradient goes to a *row*, then rows are merged. In its last
 slot a unit is *ready* when every parameter of it has its gradient. Ready units are handed over in layout order, with
 the merges that are left, so that the exchange goes on while backward computes the units after them.
+
+With bf16 on the wire every gradient and every merge is rounded to bf16, whether it travels or not: then the sum does
+not depend on which of them do.
 """
 
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from andon.engine.arena import Arena, set_grad_out
 from andon.engine.exchange import Exchange
 from andon.engine.membership import Membership
 from andon.engine.order import Fold
+from andon.transport.base import round_as
 
 OnGradient = Callable[[int, str, Tensor], None]
 """Called with the slot, the parameter's name and its fresh gradient."""
@@ -41,7 +45,9 @@ class Accumulator:
         self.losses: list[SlotLoss] = []
         """The slots of this step that are done."""
         self.on_gradient: OnGradient | None = None
-        self._folds = {fold.slot: fold for fold in membership.order.folds(membership.rank)}
+        self.wire = membership.group.wire
+        folds = membership.order.folds(membership.rank, accumulate=self.wire == "f32")
+        self._folds = {fold.slot: fold for fold in folds}
         self._views = [arena.layout.views(row) for row in self.rows]
         self._backward: _Backward | None = None
         self._inspection: tuple[int, Inspect] | None = None
@@ -142,6 +148,7 @@ class _Backward:
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = None
+        round_as(self._accumulator.wire, view)
         if self._accumulator.on_gradient:
             self._accumulator.on_gradient(self._fold.slot, name, view)
         self._accumulator.exchange.note_gradient(self._fold.slot, name, view)
@@ -158,7 +165,8 @@ class _Backward:
         self._hand_over()
         if not self._last:
             for into, other in self._fold.merges:
-                self._accumulator.rows[into].add_(self._accumulator.rows[other])
+                rows = self._accumulator.rows
+                round_as(self._accumulator.wire, rows[into].add_(rows[other]))
 
     def _hand_over(self) -> None:
         while self._last and self._handed_over < len(self._missing) and not self._missing[self._handed_over]:
@@ -168,7 +176,7 @@ class _Backward:
 
 def _allocate(arena: Arena, membership: Membership) -> Tensor:
     """Gradient rows: on the CPU where the transport exchanges best, on a GPU on the same device as the weights."""
-    rows = membership.order.rows(membership.rank)
+    rows = membership.order.rows(membership.rank, accumulate=membership.group.wire == "f32")
     if arena.device.type == "cpu":
         return membership.group.allocate(rows, arena.layout.size)
     return torch.zeros(rows, arena.layout.size, device=arena.device)

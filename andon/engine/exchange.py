@@ -7,6 +7,7 @@ unit has failed, the units after it fail with its error. Updated weights are gat
 """
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from andon.engine.membership import Membership
 from andon.engine.order import Merges
 from andon.integrity.finite import GradientSums, blame_after_reduce, is_finite
 from andon.optim.sharding import Ownership
-from andon.transport.base import TRANSPORTS
+from andon.transport.base import TRANSPORTS, round_as
 
 
 class Passenger(Protocol):
@@ -103,7 +105,7 @@ class Exchange:
         unit, membership = self.arena.layout.units[index], self.membership
         mine = rows[:, unit.start : unit.stop]
         for into, other in merges:
-            mine[into].add_(mine[other])
+            round_as(membership.group.wire, mine[into].add_(mine[other]))
         mine = mine[: max(1, len(membership.order.nodes[membership.rank]))]
         if self.checks and self._checks_before_reduce and not self._sums.are_finite(unit):
             self._bad += [] if is_finite(mine) else [unit.name]
@@ -146,4 +148,14 @@ class _OwnedCells:
         """The norm over all cells, added up in the order of the arena."""
         self.membership.group.all_gather(self._norms, self._bounds)
         cells = self._norms.cpu().numpy().astype(np.float64)[self._arena_order]
-        return float(np.sqrt(np.dot(cells, cells)))
+        return math.sqrt(sum_in_halves(cells * cells))
+
+
+def sum_in_halves(values: npt.NDArray[np.float64]) -> float:
+    """The sum in an order that depends on the length alone, and not on how a library adds on this machine."""
+    values = values.copy()
+    while len(values) > 1:
+        half = (len(values) + 1) // 2
+        values[: len(values) - half] += values[half:]
+        values = values[:half]
+    return float(values.sum())

@@ -4,18 +4,20 @@ No weight changes before every rank has agreed on the verdict, and every rank co
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from andon.engine.exchange import Passenger
 from andon.engine.parallel import DataParallel
 from andon.integrity.fingerprint import Fingerprints, compare_replicas
 from andon.integrity.halt import JidokaHalt
-from andon.optim.adamw import AdamWRule, AdamWSettings
-from andon.optim.base import MakeRule
+from andon.optim.adamw import AdamWRule
+from andon.optim.base import UpdateRule
+from andon.optim.shard_map import Policy
 from andon.optim.sharding import Ownership, Zero
 
 
@@ -57,47 +59,102 @@ def halt_unless_sound(step: int, totals: Totals) -> bool:
     return True
 
 
-class Optimizer:
-    """Ends the steps of a `DataParallel` model: exchange, checks, update; ZeRO-1 shares out its state."""
+class StopVote:
+    """Whether any rank wants to stop after this step; all learn it with the step's exchange."""
 
-    def __init__(self, model: DataParallel, make_rule: MakeRule, lr: float, zero: Zero | None = None) -> None:
-        self.model, self.lr = model, lr
+    def __init__(self, wanted: Callable[[], bool]) -> None:
+        self.wanted, self.agreed = wanted, False
+
+    def status(self) -> bool:
+        return self.wanted()
+
+    def receive(self, statuses: Sequence[bool]) -> None:
+        self.agreed = any(statuses)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Ends the steps of a `DataParallel` model: exchange, checks, update; ZeRO-1 shares out its state.
+
+    All trained parameters are one group, whose `lr` torch's schedulers change. A subclass names the rule that updates
+    the weights. On unequal machines (`group.mixed`) every weight is updated by one rank only, and sent to the others.
+    """
+
+    rule_type: ClassVar[type[UpdateRule]]
+
+    def __init__(self, model: DataParallel, options: Mapping[str, Any], zero: Zero | Policy = "even") -> None:
+        super().__init__(list(model.arena.parameters.values()), dict(options))
+        self.model, self.progress = model, model.progress
         membership, arena = model.membership, model.arena
-        self.ownership = Ownership.of(arena.layout, membership.world_size, zero or Zero())
+        zero = zero if isinstance(zero, Zero) else Zero(zero)
+        self.ownership = Ownership.of(arena.layout, membership.world_size, zero)
         model.exchange.own(self.ownership)
+        self._updaters = self.ownership
+        if membership.group.mixed and not self.ownership.sharded:
+            self._updaters = Ownership.of(arena.layout, membership.world_size, Zero("even"))
         self.owned_parts = self.ownership.parts(membership.rank)
-        self.rule = make_rule(arena, self.owned_parts + self.ownership.replica_parts(membership.rank))
-        self.steps = 0
-        """Steps that were ended, skipped ones included."""
+        parts = self.owned_parts + self.ownership.replica_parts(membership.rank)
+        updated = parts if self._updaters is self.ownership else self._updaters.parts(membership.rank)
+        self.rule = self.rule_type(arena, parts, updated)
         self.facts = ""
         """What the ranks must agree on besides their bits: configuration, data."""
         self.judge: Judge = halt_unless_sound
-        self.passengers: list[Passenger] = []
+        self.stop = StopVote(membership.group.stop_wanted)
+        self.checkpoints: object = None
+        """What `andon.save` and `andon.load` keep for it."""
+        self.passengers: list[Passenger] = [self.stop, model.buffers_of_step]
         self._fingerprints = Fingerprints(arena, self.compared_state, membership)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The one group of all trained parameters."""
+        # torch's own loads its compiler: 2 s and 70 MB a worker.
+        if self.param_groups:
+            raise ValueError("the trained parameters are one group, which has all of them already")
+        self.param_groups.append({**self.defaults, **param_group})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: every slot writes its gradients anew."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the parameters: `lr` and the rest."""
+        return {key: value for key, value in self.param_groups[0].items() if key != "params"}
+
+    @property
+    def lr(self) -> float:
+        """The learning rate."""
+        return float(self.param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.param_groups[0]["lr"] = value
 
     def compared_state(self) -> dict[str, Tensor]:
         """The flat buffers that are equal on every rank: the weights, and without ZeRO the optimizer's state."""
         return {"weights": self.model.arena.weights, **({} if self.ownership.sharded else self.rule.state)}
 
-    def step(self, clip: float = 0.0) -> Totals:
+    def step(self, clip: float = 0.0) -> Totals:  # type: ignore[override]
         """End a step: agree with all ranks, halt if something is wrong, and only then update.
 
         `clip` is the largest norm of the mean gradient; 0: it is not clipped."""
-        model, step = self.model, self.steps + 1
+        if not isinstance(clip, int | float):
+            raise TypeError("step takes no closure: `clip` is the largest norm of the gradient")
+        model, step = self.model, self.progress.step + 1
         with model.phases("fingerprint"):  # while the last units are exchanged
-            fingerprints = self._take_fingerprints(f"{step} {self.lr} {clip} {self.facts}")
+            fingerprints = self._take_fingerprints(f"{step} {self.options} {clip} {self.facts}")
         with model.phases("exchange"):
             totals = self._reduce()
             self._compare(step, fingerprints)
-        if self.judge(step, totals):
+        updated = self.judge(step, totals)
+        if updated:
             with model.phases("optimizer"):
                 self._update(totals, clip)
-                model.gather.begin(self.ownership)
-        self.steps = step
+        model.end_step(totals.loss, totals.tokens, updated)
         return totals
 
     def _take_fingerprints(self, facts: str) -> bytes:
-        return self._fingerprints.take(facts) if self.model.exchange.checks else b""
+        if not self.model.exchange.checks:
+            return b""
+        return self._fingerprints.take(facts, self.model.buffers_of_step.fingerprint())
 
     def _reduce(self) -> Totals:
         """Wait for the exchange and agree on what the step came to."""
@@ -131,15 +188,28 @@ class Optimizer:
             )
 
     def _update(self, totals: Totals, clip: float) -> None:
-        """The update rule on the mean gradient, clipped to a global norm."""
+        """The update rule on the mean gradient, clipped to a global norm; owners send what they have updated."""
         scale = totals.tokens * max(1.0, totals.norm / clip if clip else 1.0)
-        self.rule.update(self.model.gradients.rows[0], scale, self.lr)
+        self.rule.update(self.model.gradients.rows[0], scale, self.options)
+        self.model.gather.begin(self._updaters)
+        if self._updaters is not self.ownership:
+            for flat in self.rule.state.values():
+                for unit, bounds in zip(self.model.arena.layout.units, self._updaters.bounds or (), strict=True):
+                    self.model.group.all_gather(flat[unit.start : unit.stop], bounds)
 
 
 class AdamW(Optimizer):
     """AdamW with weight decay on matrices only; `zero` shares out its state, by default an even slice to each."""
 
+    rule_type = AdamWRule
+
     def __init__(
-        self, model: DataParallel, lr: float, settings: AdamWSettings | None = None, zero: Zero | None = None
+        self,
+        model: DataParallel,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        zero: Zero | Policy = "even",
     ) -> None:
-        super().__init__(model, partial(AdamWRule, settings=settings or AdamWSettings()), lr, zero)
+        super().__init__(model, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, zero)

@@ -82,13 +82,13 @@ class Order:
         """The slots of a rank."""
         return range(self.bounds[rank], self.bounds[rank + 1])
 
-    def folds(self, rank: int) -> list[Fold]:
-        """How a rank folds its slots into its nodes, one by one."""
-        return _folds(self.bounds[rank], self.bounds[rank + 1], self.slots)
+    def folds(self, rank: int, accumulate: bool = True) -> list[Fold]:
+        """How a rank folds its slots into its nodes, one by one; `accumulate`: where a slot may be added in place."""
+        return _folds(self.bounds[rank], self.bounds[rank + 1], self.slots, accumulate)
 
-    def rows(self, rank: int) -> int:
+    def rows(self, rank: int, accumulate: bool = True) -> int:
         """How many gradient buffers a rank needs while it folds (at least one)."""
-        return 1 + max((fold.row for fold in self.folds(rank)), default=0)
+        return 1 + max((fold.row for fold in self.folds(rank, accumulate)), default=0)
 
     def add_up(self, leaves: Sequence[Addable]) -> None:
         """Add the leaves in the one order, in place; the sum ends in the first. The oracle, and the rule."""
@@ -123,14 +123,16 @@ def order_of_ranges(slots: int, bounds: tuple[int, ...]) -> Order:
     return Order(slots, bounds, nodes, tuple(adds))
 
 
-def _folds(lo: int, hi: int, slots: int) -> list[Fold]:
+def _folds(lo: int, hi: int, slots: int, may_accumulate: bool) -> list[Fold]:
     parent = _parents(slots)
     stack: list[Node] = []
     folds = []
     for slot in range(lo, hi):
         # A slot whose left sibling lies on top of the stack is added to it by autograd itself.
         leaf = (slot, slot + 1)
-        accumulate = bool(stack) and parent.get(leaf) == (stack[-1][0], slot + 1) == parent.get(stack[-1])
+        accumulate = (
+            may_accumulate and bool(stack) and parent.get(leaf) == (stack[-1][0], slot + 1) == parent.get(stack[-1])
+        )
         if accumulate:
             stack[-1] = (stack[-1][0], slot + 1)
         else:

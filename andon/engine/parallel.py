@@ -1,12 +1,15 @@
 """Data-parallel training of any module: parameters in an arena, gradients exchanged while backward computes.
 
 Units are found by a rule (`engine.arena.backward_order`): each child of the longest module list is a block.
-Only parameters that require gradients take part, so a LoRA model exchanges its adapters alone. A module whose
-parameters are bf16 is trained on an f32 master, taken from them when it is handed over.
+Only parameters that require gradients take part, so a LoRA model exchanges its adapters alone; the others must be equal
+on every rank. A module whose parameters are bf16 is trained on an f32 master, taken from them when it is handed over.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
 from andon.engine.accumulate import Accumulator
@@ -15,36 +18,78 @@ from andon.engine.exchange import Exchange
 from andon.engine.gather import Gather
 from andon.engine.membership import Membership
 from andon.engine.phases import Phases
+from andon.engine.progress import Progress
+from andon.engine.slots import Buffers, Slots, seed_generators
+from andon.integrity.fingerprint import WIDTH, blame_by_majority
+from andon.integrity.halt import JidokaHalt
 from andon.transport.base import Group
 
 
 class DataParallel(nn.Module):
     """A module that is trained alike on every rank of a group; rank 0's weights are everyone's first ones.
 
-    A step has `slots` micro-batches, shared out among the ranks. `overlap_gather` lets forward begin while updated
-    weights still arrive; it is for modules that use a unit's weights only by calling the unit's module."""
+    A step has `slots` micro-batches, shared out among the ranks. `seed` is that of the random generators in every slot.
+    `overlap_gather` lets forward begin while updated weights still arrive; it is for modules that use a unit's weights
+    only by calling the unit's module."""
 
-    def __init__(self, module: nn.Module, group: Group, slots: int, overlap_gather: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, group: Group, slots: int, seed: int = 0, overlap_gather: bool = False
+    ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.seed = module, seed
+        self.progress = Progress()
         self.membership = Membership.of(group, slots)
         self.phases = Phases()
+        self.before_step: Callable[[], None] = _nothing
+        """Called before the first slot of every step."""
+        _compare_what_is_not_trained(module, group)
         on_cpu = next(module.parameters()).device.type == "cpu"
         self.arena = Arena(module, (lambda size: group.allocate(1, size)[0]) if on_cpu else None)
         group.broadcast(self.arena.weights, src=0)
         self.exchange = Exchange(self.arena, self.membership)
         self.gradients = Accumulator(self.arena, self.membership, self.exchange)
+        self.buffers_of_step = Buffers(module, self.membership)
         self.gather = Gather(self.arena, self.membership, self.exchange.thread)
         self.gather.hook(module, overlap_gather)
+        self._slot: int | None = None
+        """The slot that has begun."""
+        module.register_forward_pre_hook(lambda *_: self._begin_if_due())
+        group.before_close.append(self.close)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own forward."""
         return self.module(*inputs, **named)
 
     @property
-    def slots(self) -> range:
-        """This rank's share of the step's slots."""
-        return self.membership.slots
+    def slots(self) -> Slots:
+        """This rank's share of the step's slots, to go through; each begins with its own random generators."""
+        return Slots(self.membership.slots, self._begin)
+
+    def _begin_if_due(self) -> None:
+        """Forward begins the next slot where the loop does not go through `slots`."""
+        slot = self.gradients.next_slot
+        if self.module.training and torch.is_grad_enabled() and slot is not None and slot != self._slot:
+            self._begin(slot)
+
+    def _begin(self, slot: int) -> None:
+        """A slot begins: what it computes depends on seed, step and slot, and on nothing before it."""
+        if not self.gradients.losses:
+            self.before_step()
+            self.phases.begin(self.progress.step + 1)
+            self.buffers_of_step.begin_step()
+        self._slot = slot
+        self.seed_slot(slot)
+
+    def seed_slot(self, slot: int) -> None:
+        """Set the random generators for a slot of the current step."""
+        seed_generators(self.seed, self.progress.step + 1, slot)
+
+    def end_step(self, loss: float, tokens: int, updated: bool) -> None:
+        """The step is committed, with an update or without."""
+        if updated:
+            self.buffers_of_step.commit()
+        self.progress.committed(loss, tokens, updated)
+        self._slot = None
 
     @property
     def group(self) -> Group:
@@ -56,7 +101,10 @@ class DataParallel(nn.Module):
         """Backward of the next slot's loss: the mean over its `count` tokens (or samples), or their sum.
 
         A step's gradient is the mean over all tokens of all its slots, on every rank."""
+        if self._slot is not None and self._slot == self.gradients.next_slot:
+            self.buffers_of_step.note(self._slot)
         self.gradients.backward(loss * count if reduction == "mean" else loss, count)
+        self.buffers_of_step.restore()
 
     def close(self) -> None:
         """Wait for weights that are on their way, stop the thread and let go of the module.
@@ -67,3 +115,25 @@ class DataParallel(nn.Module):
         finally:
             self.exchange.close()
             self.gradients.close()
+
+
+def _compare_what_is_not_trained(module: nn.Module, group: Group) -> None:
+    """Halt if a frozen parameter or a buffer is not the same on every rank: nothing would ever make it so."""
+    tensors: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if not each.requires_grad}
+    tensors.update(module.named_buffers())
+    prints = [blake3(repr([(name, value.shape, value.dtype) for name, value in tensors.items()]).encode())]
+    prints += [blake3(_bytes(value)) for value in tensors.values()]
+    everyone = group.all_gather_bytes(b"".join(each.digest(WIDTH) for each in prints))
+    for index, name in enumerate(["the names of frozen parameters", *tensors]):
+        found = [of_rank[index * WIDTH : (index + 1) * WIDTH] for of_rank in everyone]
+        if len(set(found)) > 1:
+            raise JidokaHalt(1, f"{name} is not trained, and differs{blame_by_majority(found)}", sound=False)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def _nothing() -> None:
+    pass

@@ -2,7 +2,7 @@
 
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from andon.checkpoint.checkpointer import Checkpointer
-from andon.checkpoint.progress import Progress
 from andon.engine.optimizer import Optimizer, Totals
 from andon.integrity.halt import Finding, Flaw, JidokaHalt, find_flaw, share_findings
 
@@ -45,20 +44,6 @@ class StepSettings:
     autocast: torch.dtype | None = None
 
 
-class StopVote:
-    """Whether any rank wants to stop after this step; all learn it with the step's exchange."""
-
-    def __init__(self) -> None:
-        self.wanted: Callable[[], bool] = lambda: False
-        self.agreed = False
-
-    def status(self) -> bool:
-        return self.wanted()
-
-    def receive(self, statuses: Sequence[bool]) -> None:
-        self.agreed = any(statuses)
-
-
 class Trainer:
     """Trains a model whose forward gives the loss of a batch, summed over its targets."""
 
@@ -67,15 +52,15 @@ class Trainer:
         optimizer: Optimizer,
         batches: BatchSource,
         settings: StepSettings,
-        progress: Progress,
         checkpointer: Checkpointer | None = None,
     ) -> None:
         self.optimizer, self.model, self.batches = optimizer, optimizer.model, batches
-        self.settings, self.progress, self.checkpointer = settings, progress, checkpointer
-        self.stop = StopVote()
+        self.settings, self.progress, self.checkpointer = settings, optimizer.progress, checkpointer
+        self.stop = optimizer.stop
         self.on_step: Callable[[Totals], None] = lambda totals: None
         optimizer.judge = self.judge
-        optimizer.passengers = [self.stop, *([checkpointer] if checkpointer else [])]
+        if checkpointer:
+            optimizer.passengers.append(checkpointer)
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint."""
@@ -85,7 +70,6 @@ class Trainer:
     def train_step(self) -> Totals:
         """One step: slots, exchange, verdict, update, and a save where one is due."""
         step, model = self.progress.step + 1, self.model
-        model.phases.begin(step)
         for slot in model.slots:
             x, y = self.batch(step, slot)
             with model.phases("forward"), self.autocast():
@@ -95,7 +79,6 @@ class Trainer:
             del loss  # with its graph: the next slot's activations need the memory
         self.optimizer.lr = self.settings.learning_rate(step)
         totals = self.optimizer.step(self.settings.clip)
-        self.progress.committed(step, totals.loss, totals.tokens)
         self.on_step(totals)
         if self.checkpointer:
             self.checkpointer.after(step, last=self.is_last)
@@ -109,11 +92,8 @@ class Trainer:
     def judge(self, step: int, totals: Totals) -> bool:
         """Whether to update: not if the step is skipped; pulls the cord if it must not be (F-DP-003)."""
         if totals.sound:
-            self.progress.skips_in_a_row = 0
             return True
         if self.progress.skips_in_a_row < self.settings.skips_allowed:
-            self.progress.skipped += 1
-            self.progress.skips_in_a_row += 1
             return False
         raise JidokaHalt(step, totals.complaint, share_findings(self.model.group, self.findings(step, totals)))
 
@@ -122,7 +102,8 @@ class Trainer:
         layout, rank = self.model.arena.layout, self.model.membership.rank
         units = {unit for culprit, unit in totals.bad_units if culprit == rank}
         found = []
-        for slot in self.model.slots:
+        for slot in self.model.membership.slots:
+            self.model.seed_slot(slot)
             x, y = self.batch(step, slot)
             with self.autocast():
                 loss = self.model(x, y)

@@ -10,7 +10,7 @@ rank is wrong.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -39,11 +39,15 @@ class Fingerprints:
     def __init__(self, arena: Arena, buffers: Callable[[], Mapping[str, Tensor]], membership: HasGroup) -> None:
         self.arena, self.buffers, self.membership = arena, buffers, membership
         units = arena.layout.units
-        self.labels = ["facts of the step", *(f"{name} of {unit.name}" for name in buffers() for unit in units)]
+        self.labels = [
+            "facts of the step",
+            "buffers of the model",
+            *(f"{name} of {unit.name}" for name in buffers() for unit in units),
+        ]
 
-    def take(self, facts: str) -> bytes:
-        """This rank's fingerprints, and that of the facts of the step."""
-        prints = [blake3(facts.encode()).digest(WIDTH)]
+    def take(self, facts: str, small: Iterable[bytes] = ()) -> bytes:
+        """This rank's fingerprints; before them that of the facts of the step, and that of small buffers."""
+        prints = [blake3(facts.encode()).digest(WIDTH), blake3(b"".join(small)).digest(WIDTH)]
         for buffer in self.buffers().values():
             sums = cell_sums(buffer)
             for unit in self.arena.layout.units:

@@ -1,11 +1,15 @@
 """Sampling text from a model."""
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from andon.model.llama import Cache, Llama
+
+COLDEST: Final = 1e-30
+"""Logits divided by a lower temperature overflow in f32; it counts as 0: the likeliest token."""
 
 
 @torch.no_grad()
@@ -34,7 +38,7 @@ def _draw(model: Llama, rows: Tensor, length: int, temperature: float, seed: int
             # The context is full: continue from its later half.
             cache, unseen = Cache(model.shape, len(rows), model.cos), rows[:, -(model.shape.context // 2) :]
         logits = model.logits(unseen, cache)[:, -1].float().cpu()
-        if temperature == 0:
+        if temperature < COLDEST:
             drawn = logits.argmax(-1, keepdim=True)
         else:
             drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

@@ -1,6 +1,13 @@
 """The shape of a model: sizes, parameter count and the named presets; needs no torch."""
 
 from dataclasses import dataclass
+from typing import Final
+
+LARGEST: Final = {
+    **{"vocab": 1 << 22, "hidden": 1 << 17, "layers": 1 << 12, "heads": 1 << 12, "kv_heads": 1 << 12},
+    **{"intermediate": 1 << 20, "context": 1 << 24},
+}
+"""Larger sizes are typing errors, or a file that means harm."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +24,22 @@ class Shape:
     tied: bool = False
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+
+    def problem(self) -> str:
+        """Why no model has this shape; empty if one can."""
+        for name, largest in LARGEST.items():
+            size = getattr(self, name)
+            if type(size) is not int or not 0 < size <= largest:
+                return f"{name} must be a number from 1 to {largest:,}"
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < 1e30:
+                return f"{name} must be a positive number"
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            return f"hidden {self.hidden} must be an even multiple of heads {self.heads}"
+        if self.heads % self.kv_heads:
+            return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
+        return ""
 
     @property
     def head_dim(self) -> int:

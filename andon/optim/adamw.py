@@ -4,8 +4,9 @@ Where the weights are bf16, the state also holds the *master*: the same weights 
 master, and the weights are the master rounded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +14,6 @@ from torch.optim.adamw import adamw
 
 from andon.engine.arena import Arena
 from andon.optim.base import Range, UpdateRule
-
-
-@dataclass(frozen=True)
-class AdamWSettings:
-    """What AdamW needs besides the learning rate."""
-
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -41,11 +32,10 @@ class _Run:
 
 
 class AdamWRule(UpdateRule):
-    """AdamW with weight decay on matrices only."""
+    """AdamW with weight decay on matrices only. Its options: `lr`, `betas`, `eps`, `weight_decay`."""
 
-    def __init__(self, arena: Arena, parts: Sequence[Range], settings: AdamWSettings) -> None:
-        super().__init__(arena, parts)
-        self.settings = settings
+    def __init__(self, arena: Arena, parts: Sequence[Range], updated: Sequence[Range] | None = None) -> None:
+        super().__init__(arena, parts, updated)
         self.state = {"first": arena.zeros(self.size), "second": arena.zeros(self.size)}
         if arena.weights.dtype != torch.float32:
             weights = [arena.weights[start:stop].float() for start, stop in parts]
@@ -53,28 +43,29 @@ class AdamWRule(UpdateRule):
         self._matrices, self._vectors = self._split()
 
     def _split(self) -> tuple[list[_Run], list[_Run]]:
-        """The runs of matrices in the parts, and those of the rest."""
+        """The runs of matrices in what is updated, and those of the rest."""
         matrices: list[_Run] = []
         vectors: list[_Run] = []
         offset = 0
         for start, stop in self.parts:
+            ranges = [(max(lo, start), min(hi, stop)) for lo, hi in self.updated]
             for unit in self.arena.layout.units:
-                for lo, hi, kind in ((unit.start, unit.vectors, matrices), (unit.vectors, unit.stop, vectors)):
-                    lo, hi = max(lo, start), min(hi, stop)
-                    if lo < hi:
-                        kind.append(_Run(lo, hi, offset + lo - start))
+                for first, last, kind in ((unit.start, unit.vectors, matrices), (unit.vectors, unit.stop, vectors)):
+                    for lo, hi in ((max(lo, first), min(hi, last)) for lo, hi in ranges):
+                        if lo < hi:
+                            kind.append(_Run(lo, hi, offset + lo - start))
             offset += stop - start
         return matrices, vectors
 
     @torch.no_grad()
-    def update(self, gradients: Tensor, scale: float, lr: float) -> None:
+    def update(self, gradients: Tensor, scale: float, options: Mapping[str, Any]) -> None:
         """Update the weights from summed gradients, which are first divided by `scale`, in place."""
         divisor = torch.tensor(scale, dtype=torch.float32, device=gradients.device)
-        self._update(self._matrices, gradients, divisor, lr, self.settings.weight_decay)
-        self._update(self._vectors, gradients, divisor, lr, 0.0)
+        self._update(self._matrices, gradients, divisor, options)
+        self._update(self._vectors, gradients, divisor, {**options, "weight_decay": 0.0})
         self.updates += 1
 
-    def _update(self, runs: list[_Run], gradients: Tensor, divisor: Tensor, lr: float, weight_decay: float) -> None:
+    def _update(self, runs: list[_Run], gradients: Tensor, divisor: Tensor, options: Mapping[str, Any]) -> None:
         if not runs:
             return
         weights = [run.of_arena(self.arena.weights) for run in runs]
@@ -91,11 +82,11 @@ class AdamWRule(UpdateRule):
             fused=True,
             grad_scale=divisor,
             amsgrad=False,
-            beta1=self.settings.beta1,
-            beta2=self.settings.beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=self.settings.eps,
+            beta1=options["betas"][0],
+            beta2=options["betas"][1],
+            lr=options["lr"],
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
             maximize=False,
         )
         if master is not weights:

@@ -1,11 +1,13 @@
 """What an optimizer is here: named state tensors over parts of the arena, and an update on those parts.
 
 A *part* is a range [start, stop) of the arena. The state holds the parts one after another, so with ZeRO a
-rank keeps state only for the parts that it owns. A new optimizer is one file with a subclass of `UpdateRule`.
+rank keeps state only for the parts that it owns. A new optimizer is one file with a subclass of `UpdateRule`, which
+`engine.optimizer.Optimizer` takes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -15,10 +17,13 @@ Range = tuple[int, int]
 
 
 class UpdateRule(ABC):
-    """Updates the weights of some parts of the arena from their summed gradients."""
+    """Updates the weights of some parts of the arena from their summed gradients.
 
-    def __init__(self, arena: Arena, parts: Sequence[Range]) -> None:
+    It keeps state for `parts`, and updates those of them that lie in `updated` (all, unless given)."""
+
+    def __init__(self, arena: Arena, parts: Sequence[Range], updated: Sequence[Range] | None = None) -> None:
         self.arena, self.parts = arena, list(parts)
+        self.updated = self.parts if updated is None else list(updated)
         self.size = sum(stop - start for start, stop in parts)
         self.state: dict[str, Tensor] = {}
         """Flat f32 tensors of `size` elements by name; checkpoints save and load them."""
@@ -26,8 +31,9 @@ class UpdateRule(ABC):
         """How many updates were made; a skipped step is none."""
 
     @abstractmethod
-    def update(self, gradients: Tensor, scale: float, lr: float) -> None:
-        """Update the weights from summed gradients, which are divided by `scale`."""
+    def update(self, gradients: Tensor, scale: float, options: Mapping[str, Any]) -> None:
+        """Update the weights from summed gradients, which are divided by `scale`. `options` are those of the parameter
+        group: `lr`, and whatever the optimizer was made with."""
 
     def pieces(self, within: Sequence[Range] | None = None) -> Iterator[tuple[str, int, int, int]]:
         """(name, lo, hi, offset): the state of elements [lo, hi) of a parameter begins at `offset`.
@@ -41,7 +47,3 @@ class UpdateRule(ABC):
                     if lo < hi:
                         yield piece.name, lo - piece.start, hi - piece.start, offset + lo - start
             offset += stop - start
-
-
-MakeRule = Callable[[Arena, Sequence[Range]], UpdateRule]
-"""Makes the rule that updates the given parts of an arena."""

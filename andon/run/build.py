@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
-from andon.checkpoint.progress import Progress
 from andon.config.schema import Config
 from andon.data.batches import Batches
 from andon.data.token_set import TokenSet
@@ -20,10 +19,10 @@ from andon.integrity.faults import Faults
 from andon.model.hub import to_hub
 from andon.model.llama import Llama
 from andon.optim import schedules
-from andon.optim.adamw import AdamWSettings
 from andon.optim.sharding import Zero
 from andon.run.events import Emit, event
 from andon.run.folder import read_mark
+from andon.run.resumable import check_resumable
 from andon.transport.base import TRANSPORTS, Group
 
 
@@ -32,9 +31,8 @@ def build_trainer(config: Config, tokens: TokenSet, group: Group, device: torch.
     check_vocabulary(config, tokens)
     optimizer = build_optimizer(config, build_model(config, device), group)
     optimizer.facts = f"{config.determinism_key} {tokens.digest}"
-    progress = Progress()
-    checkpointer = build_checkpointer(config, tokens, optimizer, progress, emit)
-    trainer = Trainer(optimizer, build_batches(config, tokens), step_settings(config, device), progress, checkpointer)
+    checkpointer = build_checkpointer(config, tokens, optimizer, emit)
+    trainer = Trainer(optimizer, build_batches(config, tokens), step_settings(config, device), checkpointer)
     if config.fault:
         inject(config, optimizer)
     return trainer
@@ -57,10 +55,11 @@ def build_optimizer(config: Config, model: Llama, group: Group) -> Optimizer:
     """The model on its group, and AdamW over it."""
     # A transport that computes on the workers' cores would take them from forward.
     overlap = not TRANSPORTS[group.transport].uses_worker_cores and not config.train.compile
-    parallel = DataParallel(model, group, config.train.slots, overlap)
-    optim, zero = config.optim, config.zero
-    settings = AdamWSettings(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
-    return AdamW(parallel, optim.lr, settings, Zero(zero.resolve(config.group.transport), zero.replicas))
+    parallel = DataParallel(model, group, config.train.slots, config.seed, overlap)
+    optim = config.optim
+    zero = Zero(config.zero.resolve(config.group.transport), config.zero.replicas)
+    betas = (optim.beta1, optim.beta2)
+    return AdamW(parallel, optim.lr, betas, optim.eps, optim.weight_decay, zero)
 
 
 def build_batches(config: Config, tokens: TokenSet) -> Batches:
@@ -89,24 +88,27 @@ def learning_rate(config: Config, step: int) -> float:
     return optim.lr * fraction
 
 
-def build_checkpointer(
-    config: Config, tokens: TokenSet, optimizer: Optimizer, progress: Progress, emit: Emit
-) -> Checkpointer:
+def build_checkpointer(config: Config, tokens: TokenSet, optimizer: Optimizer, emit: Emit) -> Checkpointer:
     """The checkpoints of a run, in its folder."""
     save = config.checkpoint
     state = {"seed": config.seed, "data": tokens.digest, "config": config.model_dump(mode="json")}
+
+    def note(text: str) -> None:
+        emit(event("note", text=text))
+
     facts = RunFacts(
         folder=config.run.dir / "checkpoints",
         state=state,
         files=hub_files(config, tokens, optimizer.model.arena.weights.dtype),
         holder=partial(read_mark, config.run.dir),
+        check=partial(check_resumable, config, tokens.digest, note),
     )
     settings = SaveSettings(save.every, save.keep, save.keep_every, save.on_failure, save.timeout)
 
     def tell(kind: str, **fields: Any) -> None:
         emit(event(kind, **fields))
 
-    return Checkpointer(optimizer, progress, facts, settings, tell)
+    return Checkpointer(optimizer, facts, settings, tell)
 
 
 def hub_files(config: Config, tokens: TokenSet, dtype: torch.dtype) -> Mapping[str, str]:

@@ -13,9 +13,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Column, Table
 
 from andon.config.schema import Config
-from andon.errors import UserError
+from andon.errors import UserError, harmless
 from andon.run.events import Event
 from andon.run.plan import Memory, make_plan
+from andon.run.terminal import Terminal
 
 PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
 
@@ -46,9 +47,8 @@ def byte_progress(console: Console) -> Progress:
 
 def show_error(console: Console, error: UserError) -> None:
     """Three lines: what happened, the likely cause, what to try."""
-    console.print(f"[bold red]{escape(error.what)}[/]", soft_wrap=True)
-    console.print(escape(error.cause), soft_wrap=True)
-    console.print(f"[bold]{escape(error.remedy)}[/]", soft_wrap=True)
+    for style, line in (("bold red", error.what), ("", error.cause), ("bold", error.remedy)):
+        console.print(harmless(line), style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def show_plan(console: Console, config: Config) -> None:
@@ -87,7 +87,6 @@ class Display:
         self.sample, self.floor = "", ""
         self.started, self.first_step = 0.0, 0
         self._last_line = 0.0
-        self._output_closed = False
         self._progress = Progress(
             TextColumn("[bold]step {task.completed:>5,.0f}/{task.total:,.0f}"),
             BarColumn(bar_width=None),
@@ -99,14 +98,11 @@ class Display:
         self._live: Live | None = None
 
     def __call__(self, event: Event) -> None:
-        """Show one event."""
-        handler = getattr(self, f"_on_{event['event']}", None)
-        if handler is None or self._output_closed:
-            return
-        try:
+        """Show one event; `OSError` if nothing can be shown any more."""
+        if handler := getattr(self, f"_on_{event['event']}", None):
             handler(event)
-        except (BrokenPipeError, SystemExit):  # rich exits when the output is closed; training continues
-            self._output_closed = True
+        if isinstance(self.console, Terminal) and self.console.failure:
+            raise self.console.failure
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -115,7 +111,7 @@ class Display:
             self._live = None
 
     def _on_note(self, event: Event) -> None:
-        self.console.print(event["text"], style="dim", markup=False)
+        self.console.print(event["text"], style="dim", markup=False, soft_wrap=True)
 
     def _on_save_failed(self, event: Event) -> None:
         what = "trying once more" if event["again"] else "skipped; the earlier checkpoints are intact"
@@ -192,12 +188,12 @@ def show_halt(console: Console, config: Config, event: Event) -> None:
     lines = [f"[bold]{escape(event['cause'])}[/]", ""]
     samples: list[int] = []
     for found in event["findings"]:
-        where = f"rank {found['rank']} · {found['host']}"
+        where = escape(f"rank {found['rank']} · {found['host']}")
         if found["slot"] is None:
-            lines.append(f"{where} · {found['unit']} · not seen when computed again: a transient fault")
+            lines.append(f"{where} · {escape(str(found['unit']))} · not seen when computed again: a transient fault")
             continue
         amount = f"{found['count']:,} elements, first {found['first']:,}"
-        lines.append(f"{where} · slot {found['slot']} · {found['kind']} in {found['parameter']} · {amount}")
+        lines.append(f"{where} · slot {found['slot']} · {found['kind']} in {escape(found['parameter'])} · {amount}")
         samples += [sample for sample in found["samples"] if sample not in samples]
     if event["sound"]:
         state = f"Weights stay at step {event['committed']}. Nothing of step {event['step']} touched them."
@@ -224,9 +220,9 @@ def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> Non
         known = f"{summary['known']} of them in the training text"
         table.add_row("stories", f"{summary['valid_share']:.0%} of the samples are valid, {known}")
     table.add_row("weights", f"blake3 {summary['weights_blake3'][:16]}… (in summary.json)")
-    table.add_row("checkpoint", str(checkpoint))
+    table.add_row("checkpoint", escape(str(checkpoint)))
     console.print(table)
     console.print("Next:", style="bold")
     prompt = "Once upon a time," if "valid_share" in summary else "The"
-    console.print(f'  andon generate {checkpoint} "{prompt}"', soft_wrap=True, highlight=False)
-    console.print(f"  andon evaluate {checkpoint}", soft_wrap=True, highlight=False)
+    console.print(f'  andon generate {checkpoint} "{prompt}"', soft_wrap=True, markup=False)
+    console.print(f"  andon evaluate {checkpoint}", soft_wrap=True, markup=False)

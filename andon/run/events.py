@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.errors import UserError
-from andon.files import write_whole
+from andon.files import no_follow, write_whole
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
@@ -35,20 +35,20 @@ def no_event(event: Event) -> None:
 
 
 class Recorder:
-    """Writes the events of a run into its folder and passes them to the listeners.
+    """Writes the events of a run into its folder and passes them to the listeners; one that fails hears no more.
 
     A background thread writes, so that training does not wait for a disk that hangs. While the disk is full or fails,
     events wait in memory. `hold` is called when the folder was removed: it creates it again or raises `OSError`."""
 
     def __init__(self, folder: Path, *listeners: Emit, hold: Callable[[], None] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.listeners = folder, listeners
+        self.folder, self.listeners = folder, list(listeners)
         self.failure: UserError | None = None
         """Why events were lost, if any were; set by `close`."""
         self._hold = hold or (lambda: folder.mkdir(parents=True, exist_ok=True))
         self._path = folder / "metrics.jsonl"
         cut_last_line(self._path)
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._file = open(self._path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (closed by close)
         self._lines, self._files = bytearray(), dict[str, str]()
         self._error: OSError | None = None
         self._closing = False
@@ -71,8 +71,12 @@ class Recorder:
 
     def _tell(self, event: Event) -> None:
         with self._telling:
-            for listener in self.listeners:
-                listener(event)
+            for listener in list(self.listeners):
+                try:
+                    listener(event)
+                except OSError as error:  # a full disk behind the display, or a closed terminal
+                    self.listeners.remove(listener)
+                    self.emit(_nothing_shown(error))
 
     def _write(self) -> None:
         """Write events until `close`; after an error, retry every `RETRY_SECONDS`."""
@@ -98,7 +102,7 @@ class Recorder:
     def _flush(self) -> None:
         if not self._is_there():
             self._hold()
-            file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            file = open(self._path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (closed by close)
             self._file.close()
             self._file = file
             self._tell(event("note", text=f"{self._path} was removed: later events are in a new file"))
@@ -125,6 +129,10 @@ class Recorder:
             self.failure = cannot_write(self._error or OSError(f"{self.folder} does not answer"))
         if not self._writer.is_alive():
             self._file.close()
+
+
+def _nothing_shown(error: OSError) -> Event:
+    return event("note", text=f"Nothing is shown from here on: {error.strerror or error}. Training continues")
 
 
 def cannot_write(error: OSError) -> UserError:

@@ -11,7 +11,10 @@ from andon.checkpoint.listing import checkpoint_path, newest, put_back, step_of,
 from andon.checkpoint.manifest import Damaged, verify, verify_named
 from andon.config.schema import Config
 from andon.errors import UserError
-from andon.files import write_whole
+from andon.files import no_follow, write_whole
+
+OWN = (".lock", "metrics.jsonl", "checkpoints", "logs")
+"""What a run writes into, in its folder."""
 
 
 class RunFolder:
@@ -26,6 +29,11 @@ class RunFolder:
 
     def take(self) -> None:
         """Create the folder and lock it for this process."""
+        for name in OWN:
+            if (self.folder / name).is_symlink():
+                cause = "A run writes only into its own folder, so it follows no link out of it"
+                remedy = "Remove the link, or choose another --run.dir"
+                raise UserError(f"{self.folder / name} is a symbolic link", cause, remedy)
         try:
             self.hold()
         except OSError as error:
@@ -38,7 +46,7 @@ class RunFolder:
     def hold(self) -> None:
         """Lock the folder, again if it was removed; `OSError` (EBUSY) if another run has locked it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = open(self.folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (held for the run)
+        lock = open(self.folder / ".lock", "a+", encoding="utf-8", opener=no_follow)  # noqa: SIM115 (held for the run)
         if self._lock and os.path.sameopenfile(lock.fileno(), self._lock.fileno()):
             lock.close()
             return

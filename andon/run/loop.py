@@ -42,9 +42,8 @@ class Run:
         """The group, free for another collective."""
         return self.trainer.model.group
 
-    def train(self, stop_wanted: Callable[[], bool]) -> None:
+    def train(self) -> None:
         """Train to the last step, or until some rank wants to stop."""
-        self.trainer.stop.wanted = stop_wanted
         try:
             self._loop()
         except JidokaHalt as halt:
@@ -56,7 +55,16 @@ class Run:
     def _loop(self) -> None:
         steps, progress = self.config.train.steps, self.trainer.progress
         transport, data = self.config.group.transport, self.tokens.digest
-        self.emit(event("start", step=progress.step, transport=transport, floor=self.floor(), data=data))
+        self.emit(
+            event(
+                "start",
+                step=progress.step,
+                transport=transport,
+                floor=self.floor(),
+                data=data,
+                probe=dict(self.config.probe),
+            )
+        )
         while progress.step < steps:
             self._step_began = time.monotonic()
             self.trainer.train_step()

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from andon.config.load import build
-from andon.config.schema import Config
+from andon.config.schema import MOST_SLOTS, Config
 from andon.engine.order import Order, make_order
 from andon.model.shape import Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic
 
-PROGRAM: Final = 160_000_000
+PROGRAM: Final = 166_000_000
 """Python, torch, Andon and the math library's buffers: pages of a process's own."""
 LIBRARIES: Final = 110_000_000
 """Pages of libraries in use, which all workers of a machine share."""
@@ -79,7 +79,8 @@ class Plan:
 def make_plan(config: Config) -> Plan:
     """The arithmetic of a configuration."""
     shape, order = config.shape, make_order(config.train.slots, config.workers)
-    rows = max(order.rows(rank) for rank in range(config.workers))
+    accumulate = config.group.wire == "f32"
+    rows = max(order.rows(rank, accumulate) for rank in range(config.workers))
     on_host = config.device != "cuda"
     memory = Memory(
         program=PROGRAM + LIBRARIES // config.workers if on_host else 0,
@@ -183,7 +184,7 @@ def _other_settings(config: Config) -> Iterator[dict[str, Any]]:
                 yield {"workers": count, "zero.policy": policy, "zero.replicas": 1}
     if workers > 1 and (config.zero.policy, config.zero.replicas) != ("even", 2):
         yield {"zero.policy": "even", "zero.replicas": 2}
-    if micro_batch % 2 == 0:
+    if micro_batch % 2 == 0 and 2 * slots <= MOST_SLOTS:
         yield {"train.micro_batch": micro_batch // 2, "train.slots": 2 * slots}
     yield {"train.weights": "f32" if config.train.weights == "bf16" else "bf16"}
     for name, transport in TRANSPORTS.items() if workers > 1 else ():

@@ -17,6 +17,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, Literal, Protocol
@@ -94,6 +95,12 @@ class Group(ABC):
     rank: int
     world_size: int
     transport: str = "local"
+    wire: Wire = "f32"
+    """How gradients are rounded: with bf16 every node of the order of addition is (`engine.order`)."""
+    mixed: bool = False
+    """Whether its machines compute other bits: then each weight is updated by one rank and sent to the others."""
+    stop_wanted: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether this rank was asked to stop; all ranks learn it with the next step."""
     bytes_sent: int = 0
     """Payload that this rank has sent; in shared memory, what it moved between its own and others'."""
 
@@ -131,8 +138,21 @@ class Group(ABC):
         return [start[:length] + tail for (length, start), tail in zip(starts, tails, strict=True)]
 
     @abstractmethod
+    def leave(self) -> None:
+        """Leave the group at once and free what it holds; safe to call twice."""
+
+    @cached_property
+    def before_close(self) -> list[Callable[[], None]]:
+        """What has to be done with the group before it is left, such as the end of a save; the last one first."""
+        return []
+
     def close(self) -> None:
-        """Leave the group and free what it holds; safe to call twice."""
+        """Finish what was begun, together with all ranks, and leave the group; safe to call twice."""
+        try:
+            while self.before_close:
+                self.before_close.pop()()
+        finally:
+            self.leave()
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         """Sum everyone's rows in the one order, in place, on every rank (in the first row)."""
@@ -157,8 +177,12 @@ class Group(ABC):
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error the others may be gone, or somewhere else: there is nothing to finish.
+        if kind is None:
+            self.close()
+        else:
+            self.leave()
 
 
 @dataclass(frozen=True)
@@ -286,6 +310,22 @@ def rows_of(nodes: torch.Tensor, order: Order, rank: int) -> list[torch.Tensor]:
     if len(rows) < len(order.nodes[rank]):
         raise ValueError(f"rank {rank} contributes {len(order.nodes[rank])} nodes but has {len(rows)} rows")
     return rows[: len(order.nodes[rank])]
+
+
+def round_as(wire: Wire, values: torch.Tensor) -> None:
+    """Round gradients in place to what the wire can carry."""
+    if wire == "bf16":
+        values.copy_(values.bfloat16())
+
+
+def sum_rounded(rows: Sequence[torch.Tensor], order: Order) -> torch.Tensor:
+    """The sum with a bf16 wire: every term and every partial sum is rounded, so that it does not matter which of them
+    travel. torch adds bf16 in f32 and rounds the result."""
+    import torch
+
+    leaves = [row.to(torch.bfloat16, copy=True) for row in rows]
+    order.add_up(leaves)
+    return leaves[0]
 
 
 def one_node_each(world_size: int) -> Order:

@@ -5,7 +5,7 @@ rank sends part j of each of its rows to rank j), after which every rank adds it
 `andon.engine.order`; with the all-gather that follows, the bytes are those of a ring. All transfers are point to point,
 because then a failure names a peer: each transfer has exactly one.
 
-With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32; a plain all-gather moves what it is
+With bf16 on the wire, contributions and all partial sums are rounded to bf16; a plain all-gather moves what it is
 given, exactly.
 """
 
@@ -96,11 +96,10 @@ class TorchGroup(Group):
         ]
         receives = [(rank, leaf) for (rank, _), leaf in zip(order.leaves, leaves, strict=True)]
         self._exchange(sends, receives, "reduce-scatter")
-        terms = [leaf.to(nodes.dtype) for leaf in leaves]
-        order.add_up(terms)
-        first_row(nodes)[lo:hi].copy_(terms[0].to(dtype))
+        order.add_up(leaves)
+        first_row(nodes)[lo:hi].copy_(leaves[0])
 
-    def close(self) -> None:
+    def leave(self) -> None:
         if self._owned:
             self._owned = False
             dist.destroy_process_group(self.process_group)

@@ -108,6 +108,14 @@ MUTANTS = [
         ("test_checkpoint.py::test_a_file_that_is_missing_or_planted_is_refused",),
     ),
     Mutant(
+        "no-weights-needed",
+        "A checkpoint without weights is good.",
+        "checkpoint/manifest.py",
+        'REQUIRED = ("model.safetensors", "state.json")',
+        'REQUIRED = ("state.json",)',
+        ("test_checkpoint_commands.py::test_a_manifest_that_does_not_list_what_a_checkpoint_needs_is_damage",),
+    ),
+    Mutant(
         "other-step-accepted",
         "A checkpoint under the name of another step is accepted.",
         "checkpoint/manifest.py",

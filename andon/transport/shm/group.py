@@ -10,8 +10,8 @@ or out. To gather, each rank copies the others' parts.
 Any other tensor is *staged*: it goes piece by piece through two staging areas in turn, so that the next piece is copied
 in while this one is worked on, with one barrier per piece.
 
-With bf16 on the wire, contributions and sums are rounded to bf16 and added in f32, as on any transport; in shared
-memory that saves nothing and only gives the same bits.
+With bf16 on the wire, contributions and all partial sums are rounded to bf16, as on any transport; in shared memory
+that saves nothing and only gives the same bits.
 """
 
 import os
@@ -27,7 +27,17 @@ import torch
 from andon.engine.order import Order, shares
 from andon.errors import UserError
 from andon.machine import machine_id
-from andon.transport.base import Group, ProtocolError, Rendezvous, Settings, Wire, first_row, one_node_each, rows_of
+from andon.transport.base import (
+    Group,
+    ProtocolError,
+    Rendezvous,
+    Settings,
+    Wire,
+    first_row,
+    one_node_each,
+    rows_of,
+    sum_rounded,
+)
 from andon.transport.shm.barrier import SYS_FUTEX, Barrier
 from andon.transport.shm.segment import MAILBOX_BYTES, STAGE_BYTES, Segment, SegmentLayout, new_memory, whole_pages
 
@@ -95,7 +105,7 @@ class ShmGroup(Group):
             try:
                 group._barrier.wait("opening shared memory")
             except Exception:
-                group.close()
+                group.leave()
                 raise
             return group
 
@@ -198,7 +208,7 @@ class ShmGroup(Group):
         self.bytes_sent += sum(lengths) - len(data)
         return [memory[at : at + length] for at, length in zip(mailboxes, lengths, strict=True)]
 
-    def close(self) -> None:
+    def leave(self) -> None:
         self._barrier.leave()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._segments[0].address)  # type: ignore[no-untyped-call]
@@ -264,9 +274,7 @@ class ShmGroup(Group):
         for chunk in chunks:
             values, total = list(chunk[:leaves]), chunk[leaves]
             if self.wire == "bf16" and total.dtype == torch.float32:
-                values = [leaf.bfloat16().float() for leaf in values]
-                order.add_up(values)
-                total.copy_(values[0].bfloat16())
+                total.copy_(sum_rounded(values, order))
             else:
                 # Partial sums get memory of their own: the rows tell later whose value was not finite.
                 for into, other in adds[:-1]:

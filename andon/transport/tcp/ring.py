@@ -20,7 +20,7 @@ from typing import Self
 import torch
 
 from andon.engine.order import Order, shares
-from andon.transport.base import Group, Rendezvous, Settings, check_bounds, first_row, one_node_each, rows_of
+from andon.transport.base import Group, Rendezvous, Settings, Wire, check_bounds, first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import Acceptor, connect
 from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, add, on_host
 from andon.transport.tcp.failure_detector import FailureDetector
@@ -35,21 +35,20 @@ class RingGroup(Group):
     transport = "ring"
 
     def __init__(
-        self, rank: int, left: socket.socket, right: socket.socket, detector: FailureDetector, encoding: type[Encoding]
+        self, rank: int, left: socket.socket, right: socket.socket, detector: FailureDetector, wire: Wire = "f32"
     ) -> None:
-        self.rank, self.world_size = rank, len(detector.links) + 1
+        self.rank, self.world_size, self.wire = rank, len(detector.links) + 1, wire
         self._left, self._right, self._detector = left, right, detector
-        self._encoding, self._scratch = encoding, Scratch()
+        self._encoding, self._scratch = ENCODINGS[wire], Scratch()
 
     @classmethod
     def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
         """Connect to both neighbours for data, and to everyone for heartbeats."""
         rank, size, timeout = rendezvous.rank, rendezvous.world_size, settings.timeout
-        encoding = ENCODINGS[settings.wire]
         if size == 1:
             left, right = socket.socketpair()
             left.setblocking(False)
-            return cls(rank, left, right, FailureDetector({}, [left, right], timeout), encoding)
+            return cls(rank, left, right, FailureDetector({}, [left, right], timeout), settings.wire)
         with ExitStack() as undo:
             acceptor = undo.enter_context(closing(Acceptor(settings.host, 0, size)))
             addresses = rendezvous.exchange("ring", " ".join(map(str, (*acceptor.address, acceptor.token))))
@@ -67,7 +66,7 @@ class RingGroup(Group):
             left = accepted.pop(from_left)
             links |= {peer: sock for (_, peer), sock in accepted.items()}
             undo.pop_all()
-        return cls(rank, left, right, FailureDetector(links, [left, right], timeout), encoding)
+        return cls(rank, left, right, FailureDetector(links, [left, right], timeout), settings.wire)
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self._reduce("all-reduce", nodes, shares(nodes.shape[-1], self.world_size), order)
@@ -79,7 +78,7 @@ class RingGroup(Group):
         with on_host(flat) as host:
             self._circulate("all-gather", F32(host, self._scratch), tuple(bounds), None)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         self._detector.close()
 
     def _reduce(self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:

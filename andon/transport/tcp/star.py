@@ -5,8 +5,7 @@ A rank announces an operation and then sends its values and receives results at 
 being added and piece k + 2 is on its way. So neither end holds more than a few pieces, whatever the length of the
 vector.
 
-With bf16 on the wire contributions are rounded, added in f32, and the sum is rounded. An all-gather on its own is
-exact.
+With bf16 on the wire contributions and all partial sums are rounded. An all-gather on its own is exact.
 """
 
 import socket
@@ -17,7 +16,7 @@ from typing import Final, Self
 import torch
 
 from andon.engine.order import Order
-from andon.transport.base import Group, Rendezvous, Settings, check_bounds, first_row, one_node_each, rows_of
+from andon.transport.base import Group, Rendezvous, Settings, Wire, check_bounds, first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import connect
 from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, on_host
 from andon.transport.tcp.failure_detector import FailureDetector
@@ -35,11 +34,11 @@ class StarGroup(Group):
     transport = "star"
 
     def __init__(
-        self, rank: int, world_size: int, data: socket.socket, detector: FailureDetector, encoding: type[Encoding]
+        self, rank: int, world_size: int, data: socket.socket, detector: FailureDetector, wire: Wire = "f32"
     ) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.wire = rank, world_size, wire
         self._data, self._detector = data, detector
-        self._encoding, self._scratch = encoding, Scratch()
+        self._encoding, self._scratch = ENCODINGS[wire], Scratch()
 
     @classmethod
     def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
@@ -51,7 +50,7 @@ class StarGroup(Group):
             hellos = [Hello(rank, size, channel, settings.token) for channel in ("data", "heartbeat")]
             data, link = (undo.enter_context(connect(settings.server, SERVER, hello, timeout)) for hello in hellos)
             undo.pop_all()
-        return cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), ENCODINGS[settings.wire])
+        return cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), settings.wire)
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self._reduce("all-reduce", nodes, (0, nodes.shape[-1]), order)
@@ -66,7 +65,7 @@ class StarGroup(Group):
             whole = F32(host.view(torch.uint8), self._scratch)
             self._operate("all-gather", [whole], whole, [host.element_size() * bound for bound in bounds], None)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         self._detector.close()
 
     def _reduce(self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:

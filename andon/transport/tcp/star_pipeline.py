@@ -24,7 +24,7 @@ from typing import Final
 import torch
 
 from andon.engine.order import Order
-from andon.transport.tcp.encoding import PIECE_ELEMENTS, add_up, convert
+from andon.transport.tcp.encoding import PIECE_ELEMENTS, add_bf16, add_up
 from andon.transport.tcp.stream import Incoming, Outgoing, Stream
 
 WINDOW: Final = 2
@@ -70,19 +70,16 @@ class PipelineBuffers:
         self.leaves = leaves
         self._buffers = torch.empty(WINDOW, leaves, 4 * PIECE_ELEMENTS, dtype=torch.uint8)
         self._floats = self._buffers.view(torch.float32).numpy()
-        self._f32 = torch.empty(leaves, PIECE_ELEMENTS)
         self.bytes: list[list[memoryview]] = [[leaf.numpy().data for leaf in one] for one in self._buffers]
 
     def add_up(self, window: int, size: int, adds: Sequence[tuple[int, int]], kind: str) -> None:
         """Add the leaves of a piece in the one order; the sum ends in the first leaf."""
         if kind == "float32":
             add_up(adds, list(self._floats[window, :, :size]))
-        elif adds:
-            leaves, sums = self._buffers[window].view(torch.bfloat16)[:, :size], self._f32[:, :size]
-            for leaf in {leaf for pair in adds for leaf in pair}:
-                convert(sums[leaf], leaves[leaf])
-            add_up(adds, list(sums.numpy()))
-            convert(leaves[0], sums[0])
+        else:
+            leaves = self._buffers[window].view(torch.bfloat16)[:, :size]
+            for into, other in adds:
+                add_bf16(leaves[into], leaves[other])
 
 
 class Pipeline:

@@ -19,10 +19,13 @@ class Progress:
     """Steps without an update, because a gradient was not finite."""
     skips_in_a_row: int = 0
 
-    def committed(self, step: int, loss: float, tokens: int) -> None:
-        """A step is done."""
-        self.step, self.loss = step, loss
+    def committed(self, loss: float, tokens: int, updated: bool) -> None:
+        """A step is done, with an update or without."""
+        self.step += 1
+        self.loss = loss
         self.tokens += tokens
+        self.skipped += not updated
+        self.skips_in_a_row = 0 if updated else self.skips_in_a_row + 1
 
     @property
     def updates(self) -> int:

@@ -1,0 +1,52 @@
+"""Whether this CPU computes in bf16: on some, oneDNN dies with an illegal instruction, and the workers would with it.
+
+`check_bf16` lets a process of its own try one small step, with the kernels of the configuration; `main` is that step.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+from andon.config.schema import Config
+from andon.errors import UserError
+from andon.numerics import kernels
+
+ATTEMPT = [sys.executable, "-m", "andon.cluster.bf16"]
+
+
+def check_bf16(config: Config) -> None:
+    """Refuse bf16 on a CPU that dies of it."""
+    if config.train.precision != "bf16" or config.device == "cuda":
+        return
+    environment = os.environ | kernels(config.numerics)
+    nowhere = subprocess.DEVNULL
+    attempt = [*ATTEMPT, config.device]
+    code = subprocess.run(attempt, env=environment, stdin=nowhere, stdout=nowhere, stderr=nowhere).returncode
+    if code < 0:
+        what = f"train.precision = bf16 does not work on this CPU with {config.numerics} kernels"
+        cause = f"A small step in bf16 was killed by {signal.Signals(-code).name}"
+        other = " or --numerics portable" if config.numerics == "native" else ""
+        raise UserError(what, cause, f"Use --train.precision f32{other}")
+
+
+def main(device: str) -> None:
+    """One step in bf16 on the CPU, of a model with all kinds of layers."""
+    import torch
+
+    from andon.model.llama import Llama
+    from andon.model.shape import Shape
+
+    if device == "auto" and torch.cuda.is_available():
+        return
+    torch.set_num_threads(1)
+    model = Llama(Shape(vocab=256, hidden=128, layers=1, heads=4, kv_heads=2, intermediate=384, context=64))
+    model.initialise(0)
+    tokens = torch.arange(2 * 64).view(2, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, tokens)
+    loss.backward()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

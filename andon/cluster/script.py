@@ -1,0 +1,115 @@
+"""`andon run`: a script of the user's own on several workers of this machine.
+
+The launcher starts one process per worker and is their coordinator. A worker runs the script; where the script calls
+`andon.init`, it joins the coordinator, whose address is in the environment, and opens a group over shared memory. Rank
+0's output is the command's own, the other ranks write logs. Ctrl-C asks all workers to save and leave after the step.
+"""
+
+import atexit
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from andon.cluster.client import CoordinatorClient, enter
+from andon.cluster.coordinator import Coordinator
+from andon.cluster.processes import Command, Workers, log_of
+from andon.cluster.signals import save_on_signal
+from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError, harmless
+from andon.numerics import Numerics, kernels
+from andon.run.display import show_error
+from andon.run.events import no_event
+from andon.run.terminal import Terminal
+from andon.transport.base import GroupError
+
+ADDRESS = "ANDON_COORDINATOR"
+RANK = "ANDON_RANK"
+
+
+def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Numerics, console: Console) -> int:
+    """Run a script on `count` workers and wait for them; gives the exit code."""
+    if not script.is_file():
+        raise UserError(f"{script} is not a file", "`andon run` runs a Python script", "Check its path")
+    logs = Path("runs") / script.stem / "logs"
+    workers: Workers | None = None
+
+    def stop() -> None:
+        console.print("Stopping after this step. Once more quits at once.", style="yellow")
+        coordinator.stop()
+
+    def quit_now(number: int, frame: FrameType | None) -> None:
+        if workers is None:
+            raise KeyboardInterrupt
+        workers.kill()
+
+    with contextlib.ExitStack() as stack:
+        coordinator = Coordinator({"data": "", "folder_mark": ""}, count, no_event)
+        stack.enter_context(contextlib.closing(coordinator))
+        save_on_signal(stop, quit_now)
+        host, port = coordinator.address
+        commands = [
+            Command(
+                ["-m", "andon.cluster.script", str(script), *arguments],
+                {ADDRESS: f"{host}:{port}", RANK: str(rank), **kernels(numerics)},
+                shown=rank == 0,
+            )
+            for rank in range(count)
+        ]
+        workers = stack.enter_context(Workers(commands, 1, logs))
+        code = workers.wait(coordinator)
+    if code not in (0, EXIT_HALTED, EXIT_STOPPED):
+        what = f"{workers.first_failure} ended {script.name} with an error"
+        raise UserError(what, _last_words(workers, logs), f"Look at {logs}")
+    return code
+
+
+def _last_words(workers: Workers, logs: Path) -> str:
+    """The last line of the first failed worker's log; rank 0's words were on the terminal."""
+    rank = workers.first_failed
+    if rank:
+        with contextlib.suppress(OSError):
+            lines = log_of(logs, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            return lines[-1] if lines else "It wrote nothing"
+    return "Its output is above"
+
+
+def join_launcher() -> CoordinatorClient | None:
+    """This process as a worker of `andon run`, with its rank; None if it is none."""
+    if ADDRESS not in os.environ:
+        return None
+    host, _, port = os.environ[ADDRESS].rpartition(":")
+    _, client = enter((host, int(port)), int(os.environ[RANK]), lambda job: {"data": "", "folder": ""})
+    save_on_signal(client.stop.set)
+    atexit.register(client.leave, 0)  # the launcher takes the exit code from the process itself
+    return client
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One worker of `andon run`: the script with its arguments, and the exit code of what ended it."""
+    script, *rest = arguments
+    sys.argv = [script, *rest]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+        return 0
+    except (UserError, GroupError) as error:
+        if isinstance(error, GroupError):
+            error = UserError(str(error), "A worker died or cannot be reached", "Run the same command again")
+        show_error(Terminal(stderr=True), error)
+        return EXIT_USER_ERROR
+    except Exception as error:
+        from andon.integrity.halt import JidokaHalt
+
+        if not isinstance(error, JidokaHalt):
+            raise
+        print(harmless(str(error)), file=sys.stderr)
+        return EXIT_HALTED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""The slots of a step: each begins with the same random generators and buffers, whichever worker computes it.
+
+Before a slot the generators of Python, numpy and torch are set from (seed, step, slot), so that dropout does not depend
+on the number of workers. Buffers that forward changes (BatchNorm's) begin each slot with the step's values; the values
+after a step are their mean over all slots, added in the one order, and ranks compare them like weights.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from andon.engine.membership import Membership
+from andon.engine.order import make_order
+
+
+def seed_generators(seed: int, step: int, slot: int) -> None:
+    """Set the generators of Python, numpy and torch for one slot."""
+    number = int.from_bytes(blake3(f"{seed} {step} {slot}".encode()).digest(8), "little")
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+class Slots:
+    """A rank's slots of one step; going through them begins one after the other."""
+
+    def __init__(self, numbers: range, begin: Callable[[int], None]) -> None:
+        self._numbers, self._begin = numbers, begin
+
+    def __iter__(self) -> Iterator[int]:
+        for slot in self._numbers:
+            self._begin(slot)
+            yield slot
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+class Buffers:
+    """The buffers of a module during a step; which of them forward has changed is told with the step's exchange."""
+
+    def __init__(self, module: nn.Module, membership: Membership) -> None:
+        self.module, self.membership = module, membership
+        self.changing: list[str] = []
+        """Those that forward has ever changed on any rank, in the order of names."""
+        self._before: dict[str, Tensor] = {}
+        self._after: dict[int, dict[str, Tensor]] = {}
+
+    def begin_step(self) -> None:
+        """Keep the values with which every slot begins."""
+        self._before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        self._after = {}
+
+    def note(self, slot: int) -> None:
+        """Forward of a slot is done: note what it has changed."""
+        found = dict(self.module.named_buffers())
+        changed = [name for name, value in self._before.items() if not torch.equal(found[name], value)]
+        self._after[slot] = {name: found[name].clone() for name in changed}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give every buffer the value with which slots begin; backward may still need what forward left."""
+        for name, buffer in self.module.named_buffers():
+            if name in self._before and not torch.equal(buffer, self._before[name]):
+                buffer.copy_(self._before[name])
+
+    def status(self) -> list[str]:
+        """What this rank's slots have changed."""
+        return sorted({name for changed in self._after.values() for name in changed})
+
+    def receive(self, statuses: Sequence[Sequence[str]]) -> None:
+        """What all ranks' slots have changed."""
+        self.changing = sorted({*self.changing, *(name for names in statuses for name in names)})
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """The step counts: give every buffer that changed its mean over all slots."""
+        if not self.changing:
+            return
+        slots = [self._after.get(slot, {}) for slot in self.membership.slots]
+        mine = b"".join(_bytes(after.get(name, self._before[name])) for after in slots for name in self.changing)
+        everyone = torch.frombuffer(
+            bytearray(b"".join(self.membership.group.all_gather_bytes(mine))), dtype=torch.uint8
+        )
+        found = dict(self.module.named_buffers())
+        pieces = self._cut(everyone)
+        for name in self.changing:
+            found[name].copy_(_mean([slot[name] for slot in pieces]))
+
+    def _cut(self, everyone: Tensor) -> list[dict[str, Tensor]]:
+        """The values of every slot, from the bytes of all of them."""
+        sizes = [self._before[name].nbytes for name in self.changing]
+        by_slot = everyone.view(self.membership.order.slots, sum(sizes))
+        return [
+            {
+                name: part.clone().view(self._before[name].dtype).view(self._before[name].shape)
+                for name, part in zip(self.changing, row.split(sizes), strict=True)
+            }
+            for row in by_slot
+        ]
+
+    def fingerprint(self) -> Iterator[bytes]:
+        """The bytes that ranks compare: of every buffer that changes, as the step began."""
+        return (_bytes(self._before[name]) for name in self.changing)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    """The mean in the one order; of whole numbers rounded down, so that a count stays what it is in every slot."""
+    whole = not values[0].is_floating_point()
+    terms = [value.to(torch.int64 if whole else torch.float64, copy=True) for value in values]
+    make_order(len(terms), len(terms)).add_up(terms)
+    return terms[0] // len(terms) if whole else terms[0] / len(terms)

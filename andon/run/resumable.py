@@ -1,0 +1,62 @@
+"""From which checkpoints a run can go on, and what it does differently from then on."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from andon.config.schema import Config
+from andon.errors import UserError
+from andon.integrity.probe import differing
+
+FIXED = ("seed", "data.validation", "model", "train.slots", "train.micro_batch", "train.context", "train.weights")
+"""With other values a run would have another model, or see some samples twice and others never."""
+FREE = ("train", "optim", "on_nonfinite", "max_skips", "numerics", "group.wire")
+"""Other values of these change the weights from here on: they are named."""
+ANOTHER = "model.preset"
+"""The name of a shape; what it stands for is compared itself."""
+
+
+def check_resumable(
+    config: Config, data: str, note: Callable[[str], None], folder: Path, state: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint that was trained otherwise; note what is allowed to be different, and is."""
+    if "config" not in state or "data" not in state:
+        raise UserError(
+            f"{folder} is not a checkpoint of `andon train`",
+            "A script saved it",
+            "Load it there with andon.load, or choose another --run.dir",
+        )
+    if state["data"] != data:
+        raise UserError(
+            f"{folder} was trained on other data",
+            f"Its tokens have digest {state['data'][:12]}, these {data[:12]}",
+            "Give the same corpus, or start afresh with --resume none",
+        )
+    before, now = dict(_flat(state["config"])), dict(_flat(config.model_dump(mode="json")))
+    changed = [key for key in before.keys() & now.keys() if before[key] != now[key] and key != ANOTHER]
+    if refused := _arrows(before, now, [key for key in changed if _within(key, FIXED)]):
+        raise UserError(
+            f"{folder} was trained with other settings: {refused}",
+            "It would go on with another model, or see some samples twice and others never",
+            "Keep these, choose another --run.dir, or start afresh with --resume none",
+        )
+    if free := _arrows(before, now, [key for key in changed if _within(key, FREE)]):
+        note(f"Going on with other settings: {free}")
+    if operations := differing(config.probe, state["config"].get("probe", {})):
+        note(f"Going on with other bits: this machine computes {', '.join(operations)} otherwise than the one before")
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _within(key: str, keys: tuple[str, ...]) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in keys)
+
+
+def _arrows(before: Mapping[str, Any], now: Mapping[str, Any], keys: list[str]) -> str:
+    return ", ".join(f"{key} {before[key]} → {now[key]}" for key in sorted(keys))

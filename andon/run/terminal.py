@@ -1,0 +1,64 @@
+"""The terminal: text from elsewhere does no harm there, and a run goes on when nothing can be shown any more."""
+
+import os
+import sys
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from andon.errors import harmless
+
+
+def discard(stream: TextIO) -> None:
+    """Let a stream that cannot be written lead nowhere: Python would fail at its end with what is in the buffer."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+class LastingOutput:
+    """An output that gives up at the first error (a full disk, a closed terminal) and then discards everything."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.failure: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, unless it has given up."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, unless it has given up."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self.failure = self.failure or error
+        discard(self._stream)
+
+
+class Terminal(Console):
+    """A console that shows control characters harmlessly; with `lasting`, one that never fails."""
+
+    def __init__(self, stderr: bool = False, lasting: bool = False) -> None:
+        stream = sys.stderr if stderr else sys.stdout
+        super().__init__(file=LastingOutput(stream) if lasting else stream, highlight=False, emoji=False)  # type: ignore[arg-type]
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Rich calls this for every text that it prints."""
+        return super().render_str(harmless(text), **settings)
+
+    @property
+    def failure(self) -> OSError | None:
+        """Why nothing is shown any more, if so."""
+        return self.file.failure if isinstance(self.file, LastingOutput) else None

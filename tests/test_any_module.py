@@ -1,0 +1,249 @@
+"""One answer for any module: dropout, BatchNorm, frozen parameters, schedulers, other optimizers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR, OneCycleLR, ReduceLROnPlateau
+
+import andon
+from andon.engine.arena import Arena
+from andon.optim.base import Range, UpdateRule
+from andon.run.script import _from_plain, _to_plain
+from andon.transport.base import Group
+from andon.transport.local import LocalGroup
+from tests.group_harness import World
+
+SLOTS = 6
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    body = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(4 * 36, 3)]
+    return nn.Sequential(*body)
+
+
+def train(group: Group, steps: int = 4) -> tuple[str, list[float]]:
+    """The digest of the whole state, BatchNorm's buffers included, and the losses."""
+    model = andon.DataParallel(network(), group, SLOTS)
+    optimizer = andon.AdamW(model, lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        for slot in model.slots:
+            x, y = torch.randn(5 + slot, 1, 8, 8), torch.randint(3, (5 + slot,))
+            model.backward(F.cross_entropy(model(x), y), count=len(y))
+        losses.append(optimizer.step().loss)
+    model.close()
+    return andon.digest(model), losses
+
+
+def test_batch_norm_and_dropout_give_one_digest_for_any_number_of_ranks_and_any_transport() -> None:
+    found = []
+    for transport, size in (("local", 1), ("shm", 2), ("shm", 3), ("torch", 2), ("star", 3)):
+        with World(transport, size) as world:
+            found += world.run(train)
+    assert all(each == found[0] for each in found), found
+
+
+def test_slots_and_steps_have_random_numbers_of_their_own() -> None:
+    model = andon.DataParallel(nn.Linear(1, 1), LocalGroup(), slots=2)
+    optimizer = andon.AdamW(model)
+    drawn = []
+    for _ in range(2):
+        for _ in model.slots:
+            drawn.append((random.random(), float(np.random.rand()), torch.rand(1).item()))
+            model.backward(model(torch.ones(1, 1)).sum(), count=1)
+        optimizer.step()
+    assert all(len(set(column)) == 4 for column in zip(*drawn, strict=True))
+    model.close()
+
+
+def test_buffers_are_the_mean_over_slots_and_counts_stay_counts() -> None:
+    model = andon.DataParallel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), LocalGroup(), slots=2)
+    optimizer = andon.AdamW(model)
+    batches = [torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([[0.0, 0.0], [10.0, 20.0]])]
+    for slot in model.slots:
+        model.backward(model(batches[slot]).sum(), count=2)
+        assert model.module[0].running_mean.tolist() == [0.0, 0.0]  # type: ignore[index]
+    optimizer.step()
+    norm: Any = model.module[0]  # type: ignore[index]
+    assert norm.running_mean.tolist() == pytest.approx([0.1 * (2 + 5) / 2, 0.1 * (4 + 10) / 2])
+    assert norm.num_batches_tracked.item() == 1
+    model.close()
+
+
+def test_a_loop_that_does_not_go_through_the_slots_gives_the_same_bits() -> None:
+    found = []
+    for through_slots in (True, False):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+        model = andon.DataParallel(module, LocalGroup(), slots=2)
+        optimizer = andon.AdamW(model, lr=0.1)
+        for _ in range(3):
+            for _ in model.slots if through_slots else range(2):
+                model.backward(module(torch.eye(4)).square().mean(), count=4)
+            optimizer.step()
+        found.append(andon.digest(model))
+        model.close()
+    assert found[0] == found[1]
+
+
+def frozen_differs(group: Group) -> str:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    frozen: Any = module[0].requires_grad_(False)
+    nn.init.constant_(frozen.weight, group.rank // 2)
+    try:
+        andon.DataParallel(module, group, slots=3)
+    except andon.JidokaHalt as halt:
+        return str(halt)
+    return "nothing"
+
+
+def test_a_frozen_parameter_that_differs_on_a_rank_halts_before_the_first_step() -> None:
+    with World("shm", 3) as world:
+        found = set(world.run(frozen_differs))
+    assert found == {"halted at step 1: 0.weight is not trained, and differs on rank 2"}
+
+
+def buffers_differ_later(group: Group) -> str:
+    model = andon.DataParallel(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), group, slots=3)
+    optimizer = andon.AdamW(model)
+    try:
+        for _ in range(2):
+            for _ in model.slots:
+                model.backward(model(torch.randn(4, 3)).sum(), count=4)
+            optimizer.step()
+            if group.rank == 1:
+                model.module[0].running_var[1] += 1e-3  # type: ignore[index]
+    except andon.JidokaHalt as halt:
+        return str(halt)
+    finally:
+        model.close()
+    return "nothing"
+
+
+def test_a_buffer_that_differs_on_a_rank_halts_the_next_step() -> None:
+    with World("shm", 3) as world:
+        assert set(world.run(buffers_differ_later)) == {"halted at step 2: the buffers of the model differ on rank 1"}
+
+
+def steps_with(scheduler: Any, optimizer: andon.AdamW, model: andon.DataParallel, count: int) -> list[float]:
+    rates = []
+    for _ in range(count):
+        for _ in model.slots:
+            model.backward(model(torch.ones(2, 3)).square().mean(), count=2)
+        loss = optimizer.step().loss
+        rates.append(optimizer.lr)
+        scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+    return rates
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=10),
+    "milestones": lambda optimizer: MultiStepLR(optimizer, [2, 4]),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=12),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_torchs_schedulers_work_as_with_torchs_own_optimizer_and_their_state_survives_json(name: str) -> None:
+    model = andon.DataParallel(nn.Linear(3, 1), LocalGroup(), slots=1)
+    optimizer = andon.AdamW(model, lr=1e-2)
+    rates = steps_with(SCHEDULERS[name](optimizer), optimizer, model, 6)
+    plain_model = nn.Linear(3, 1)
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
+    scheduler: LRScheduler = SCHEDULERS[name](plain)
+    if name != "plateau":
+        expected = []
+        for _ in range(6):
+            plain.step()
+            expected.append(plain.param_groups[0]["lr"])
+            scheduler.step()
+        assert rates == expected
+    state = scheduler.state_dict()
+    assert _from_plain(_to_plain(state)) == state
+    model.close()
+
+
+def test_clipping_happens_only_when_it_is_asked_for() -> None:
+    weights = []
+    for clip in (0.0, 1e9, 1e-3):
+        torch.manual_seed(1)
+        model = andon.DataParallel(nn.Linear(3, 1), LocalGroup(), slots=1)
+        optimizer = andon.AdamW(model, lr=0.1, eps=1e-2)
+        model.backward(100 * model(torch.ones(1, 3)).sum(), count=1)
+        optimizer.step(clip)
+        weights.append(model.arena.weights.clone())
+        model.close()
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+class Sign(UpdateRule):
+    """A small optimizer: momentum, and steps of one size."""
+
+    def __init__(self, arena: Arena, parts: Sequence[Range], updated: Sequence[Range] | None = None) -> None:
+        super().__init__(arena, parts, updated)
+        self.state = {"momentum": arena.zeros(self.size)}
+
+    @torch.no_grad()
+    def update(self, gradients: Tensor, scale: float, options: Mapping[str, Any]) -> None:
+        at = 0
+        for start, stop in self.parts:
+            momentum = self.state["momentum"][at : at + stop - start]
+            momentum.mul_(0.9).add_(gradients[start:stop])
+            self.arena.weights[start:stop].sub_(momentum.sign(), alpha=options["lr"])
+            at += stop - start
+        self.updates += 1
+
+
+class SignOptimizer(andon.Optimizer):
+    rule_type = Sign
+
+
+def train_with_sign(group: Group) -> str:
+    torch.manual_seed(1)
+    model = andon.DataParallel(nn.Linear(9, 2), group, slots=3)
+    optimizer = SignOptimizer(model, {"lr": 0.1})
+    for _ in range(3):
+        for _ in model.slots:
+            model.backward(model(torch.randn(4, 9)).square().mean(), count=4)
+        optimizer.step()
+    model.close()
+    return andon.digest(model)
+
+
+def test_another_optimizer_is_one_class_and_gives_one_answer_too() -> None:
+    found = set()
+    for transport, size in (("local", 1), ("shm", 3)):
+        with World(transport, size) as world:
+            found |= set(world.run(train_with_sign))
+    assert len(found) == 1
+
+
+def train_bf16_wire(group: Group) -> str:
+    torch.manual_seed(1)
+    model = andon.DataParallel(nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)), group, slots=7)
+    optimizer = andon.AdamW(model, lr=0.01)
+    for _ in range(3):
+        for _ in model.slots:
+            model.backward(model(torch.randn(4, 40)).square().mean(), count=4)
+        optimizer.step()
+    model.close()
+    return andon.digest(model)
+
+
+def test_a_bf16_wire_gives_one_answer_for_any_number_of_ranks_and_any_transport() -> None:
+    found = set()
+    for transport, size in (("local", 1), ("shm", 2), ("shm", 3), ("star", 3), ("torch", 4)):
+        with World(transport, size, wire="bf16") as world:
+            found |= set(world.run(train_bf16_wire))
+    assert len(found) == 1

@@ -1,0 +1,135 @@
+"""Portable numerics and the probe: machines that compute other bits are named, and train together when allowed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from andon.engine.exchange import sum_in_halves
+from andon.integrity.probe import OPERATIONS, differing, take_probe
+from andon.numerics import AVX2, has_avx2, kernels
+from tests.runs import SMALL, andon, environment, events, summary, train
+
+needs_avx512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT" or "avx512f" not in Path("/proc/cpuinfo").read_text(),
+    reason="another machine is simulated with native kernels, which must not be those of AVX2",
+)
+
+
+def native(cwd: Path) -> dict[str, str]:
+    return {name: value for name, value in environment(cwd).items() if name not in AVX2}
+
+
+def probe_in(environ: dict[str, str]) -> dict[str, str]:
+    """The probe that a fresh process takes."""
+    code = "import json, torch; from andon.integrity.probe import take_probe; torch.set_num_threads(1); "
+    code += "print(json.dumps(take_probe(torch.device('cpu'))))"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def test_the_probe_is_the_same_every_time_and_names_each_operation(tmp_path: Path) -> None:
+    first = probe_in(native(tmp_path) | dict(kernels("portable")))
+    assert list(first) == list(OPERATIONS)
+    assert probe_in(native(tmp_path) | dict(kernels("portable"))) == first
+
+
+@needs_avx512
+def test_native_kernels_of_this_processor_are_noticed_by_the_probe(tmp_path: Path) -> None:
+    assert differing(probe_in(native(tmp_path)), probe_in(native(tmp_path) | dict(kernels("portable"))))
+
+
+def test_the_sum_of_the_norm_depends_on_the_length_alone() -> None:
+    values = np.random.default_rng(1).random(1001)
+    tree = list(values)
+    while len(tree) > 1:
+        half = (len(tree) + 1) // 2
+        tree = [tree[i] + tree[half + i] if half + i < len(tree) else tree[i] for i in range(half)]
+    assert sum_in_halves(values) == tree[0]
+    assert sum_in_halves(np.zeros(0)) == 0.0
+
+
+def test_a_run_writes_its_probe_and_a_resume_elsewhere_names_what_differs(tmp_path: Path) -> None:
+    train(cwd=tmp_path)
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["numerics"] == "portable" and list(config["probe"]) == list(OPERATIONS)
+    state = json.loads((tmp_path / "run" / "checkpoints" / "checkpoint-6" / "state.json").read_text())
+    assert state["config"]["probe"] == config["probe"]
+    config["probe"]["attention"] = "0" * 16  # as if it came from another machine
+    (tmp_path / "foreign.yaml").write_text(yaml.safe_dump(config))
+    code, output = andon("train", "foreign.yaml", "--run.dir=again", cwd=tmp_path)
+    assert code == 0 and "This machine computes attention otherwise" in output, output
+
+
+def start_mixed(cwd: Path, *options: str) -> tuple[list[int], str]:
+    """Two workers on unequal machines, one of which has only AVX2: exit codes, and what the coordinator says."""
+    command = [sys.executable, "-m", "andon"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(
+        [*command, "coordinator", *SMALL, "--workers=2", "--run.dir=run", "--numerics=native", *options],
+        cwd=cwd,
+        env=environment(cwd),
+        **pipes,
+    ) as coordinator:
+        assert coordinator.stdout
+        output = ""
+        while "andon worker" not in output:
+            line = coordinator.stdout.readline()
+            assert line, output
+            output += line
+        address = output.split("andon worker ")[1].split()[0]
+        workers = [
+            subprocess.Popen([*command, "worker", address], cwd=cwd, env=environ, **pipes)
+            for environ in (native(cwd), native(cwd) | dict(kernels("portable")))
+        ]
+        try:
+            codes = [worker.wait(timeout=100) for worker in workers]
+            output += coordinator.communicate(timeout=20)[0]
+        finally:
+            for process in (*workers, coordinator):
+                process.kill()
+                process.wait()
+    return codes, output
+
+
+@needs_avx512
+def test_workers_that_compute_other_bits_are_refused_with_the_operation_named(tmp_path: Path) -> None:
+    codes, output = start_mixed(tmp_path, "--group.transport=torch")
+    assert codes == [1, 1]
+    assert "The workers do not compute the same bits: " in output and "differs between ranks 0, 1" in output, output
+
+
+@needs_avx512
+@pytest.mark.parametrize("policy", ["off", "even"])
+def test_mixed_workers_hold_equal_weights_after_every_step(tmp_path: Path, policy: str) -> None:
+    steps = int(os.environ.get("ANDON_SOAK_COUNT") or 12)
+    options = [f"--zero.policy={policy}", "--group.mixed=true", f"--train.steps={steps}", "--group.transport=star"]
+    codes, output = start_mixed(tmp_path, *options)
+    assert codes == [0, 0], output  # a halt would be 3: fingerprints are compared in every step
+    assert summary(tmp_path / "run")["step"] == steps
+    assert any("Unequal machines" in note["text"] for note in events(tmp_path / "run", "note"))
+
+
+def test_replicas_and_mixed_machines_exclude_each_other(tmp_path: Path) -> None:
+    code, output = andon("config", "validate", "--group.mixed=true", "--zero.replicas=2", cwd=tmp_path)
+    assert code == 1 and "group.mixed" in output
+
+
+def test_processors_without_avx2_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert not has_avx2() and kernels("portable") == {}
+
+
+def test_take_probe_in_this_process() -> None:
+    assert list(take_probe(torch.device("cpu"))) == list(OPERATIONS)
