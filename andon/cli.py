@@ -250,6 +250,21 @@ def bench_train(
     run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, zero, as_json)
 
 
+@bench_app.command("cnn")
+def bench_cnn(
+    ranks: Workers = 2,
+    images: Annotated[str, typer.Option(help="Images per worker and step.")] = "32,256",
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of ten steps; the median counts.")] = 21,
+    transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
+    as_json: AsJson = False,
+) -> None:
+    """Measure a script's small CNN with Andon's Python interface against PyTorch DDP, interleaved in one run."""
+    _enter_network()
+    from andon.bench.cnn import main as run
+
+    run(ranks, _numbers("--images", images), repetitions, transport, as_json)
+
+
 @bench_app.command("numerics")
 def bench_numerics(
     presets: Annotated[str, typer.Option(help="Models.")] = "tiny,30m",

@@ -140,8 +140,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     """Take over what an executed process would have been given, and nothing else."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if request["new_session"]:
         os.setsid()
     kept = [os.dup(descriptor) for descriptor in descriptors]

@@ -57,8 +57,8 @@ def test_units_start_on_cells_and_tensors_on_64_bytes_and_nothing_overlaps() -> 
 def test_tensors_whose_sizes_do_not_divide_begin_on_64_bytes_all_the_same() -> None:
     arena = Arena(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7)))
     places = {name: piece.start for name, piece in arena.layout.slices.items()}
-    # The last layer comes first; a matrix of 35 takes 48 places, and the next layer begins on a cell.
-    assert places == {"1.weight": 0, "1.bias": 48, "0.weight": CELL, "0.bias": CELL + 16}
+    # Both layers are one unit: the last layer's matrix of 35 takes 48 places, then come the other one and the vectors.
+    assert places == {"1.weight": 0, "0.weight": 48, "1.bias": 64, "0.bias": 80}
 
 
 def test_parameters_are_views_into_the_weights() -> None:
@@ -70,12 +70,12 @@ def test_parameters_are_views_into_the_weights() -> None:
     assert all(not value.any() for value in model.parameters())
 
 
-def test_a_module_without_blocks_has_a_unit_for_each_layer_and_frozen_parameters_stay_out() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+def test_a_module_without_blocks_has_units_of_some_size_and_frozen_parameters_stay_out() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), nn.Linear(2, 2**17), nn.Linear(2**17, 1))
     model[0].bias.requires_grad = False
     assert [(name, [key for key, _ in found]) for name, found in backward_order(model)] == [
-        ("2", ["2.weight", "2.bias"]),
-        ("0", ["0.weight"]),
+        ("4 to 3", ["4.weight", "4.bias", "3.weight", "3.bias"]),
+        ("2 to 0", ["2.weight", "2.bias", "0.weight"]),
     ]
 
 

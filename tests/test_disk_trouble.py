@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from andon.run.events import Event, Recorder, event, read
 from andon.run.folder import RunFolder, read_mark
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
-from tests.group_harness import World
+from tests.group_harness import World, busy
 from tests.runs import SMALL, andon, events, finish, start, summary, wait_for_step
 from tests.saving import STEPS, newest_good, quick_config, run_alone, run_to_end
 from tests.training import make_trainer, small_tokens
@@ -123,11 +124,11 @@ def test_ranks_that_find_no_room_find_it_at_the_second_attempt(tokens: Path, sma
 
 def test_a_save_that_has_room_waits_for_no_removal(tokens: Path, tmp_path: Path) -> None:
     hangs = ["stall:rank=0,step=2,at=prune,seconds=30", "stall:rank=0,step=4,at=prune,seconds=30"]
-    config = quick_config(tmp_path, checkpoint__keep=1, checkpoint__timeout=4, fault=hangs)
+    config = quick_config(tmp_path, checkpoint__keep=1, checkpoint__timeout=4 * busy(), fault=hangs)
     started = time.monotonic()
     _, heard = run_alone(tokens, config)
     assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4, 6]
-    assert time.monotonic() - started < CANCELLING + 8
+    assert time.monotonic() - started < CANCELLING + 8 * busy()
 
 
 def test_a_full_disk_stops_the_run_where_that_is_configured(tmp_path: Path, tokens: Path, small_disk: Path) -> None:
@@ -296,8 +297,8 @@ def test_training_goes_on_beside_a_save_that_does_not_end(
 
 
 def test_a_save_is_not_late_because_the_steps_are_long(tmp_path: Path, tokens: Path) -> None:
-    slow = [f"stall:rank=0,step={step},at=forward,seconds=2" for step in (3, 4)]
-    config = quick_config(tmp_path, fault=slow, checkpoint__timeout=1.5, train__steps=4)
+    slow = [f"stall:rank=0,step={step},at=forward,seconds={math.ceil(2 * busy())}" for step in (3, 4)]
+    config = quick_config(tmp_path, fault=slow, checkpoint__timeout=1.5 * busy(), train__steps=4)
     _, heard = run_alone(tokens, config)
     assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4]
 

@@ -127,6 +127,7 @@ APPENDED = {
     "andon bench transport": [
         *("--transports=shm,ring:bf16", "--ranks=2", "--sizes=64KB", "--repetitions=1", "--json")
     ],
+    "andon bench cnn": ["--images=4", "--repetitions=1"],
     "andon bench numerics": ["--presets=tiny", "--repetitions=1"],
     "andon run": ["2"],
     "andon data show": ["runs/demo", "--windows=0"],

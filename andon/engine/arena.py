@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 CELL = 1024
 ALIGN = 16  # float32 elements in 64 bytes
+SMALL_UNIT = 1 << 18  # elements below which a module is exchanged together with the next one
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,19 @@ class Layout:
         return next(unit.name for unit in self.units if any(piece.name == name for piece in unit.slices))
 
 
-def backward_order(model: nn.Module) -> list[tuple[str, list[tuple[str, Tensor]]]]:
+NamedUnit = tuple[str, list[tuple[str, Tensor]]]
+"""A unit's name, and its parameters by name."""
+
+
+def backward_order(model: nn.Module) -> list[NamedUnit]:
     """Units by rule: each child of the longest module list is a block; the modules registered after the blocks come
-    first, then the blocks from last to first, then the modules before them. Frozen parameters are left out."""
+    first, then the blocks from last to first, then the modules before them. In a model without blocks, small modules
+    that follow each other are one unit. Frozen parameters are left out."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     prefix, blocks = max(lists, key=lambda found: len(found[1]), default=("", nn.ModuleList()))
     inside: dict[str, list[tuple[str, Tensor]]] = {f"{prefix}.{index}.": [] for index in range(len(blocks))}
-    before: list[tuple[str, list[tuple[str, Tensor]]]] = []
-    after: list[tuple[str, list[tuple[str, Tensor]]]] = []
+    before: list[NamedUnit] = []
+    after: list[NamedUnit] = []
     seen_blocks = False
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -106,7 +112,22 @@ def backward_order(model: nn.Module) -> list[tuple[str, list[tuple[str, Tensor]]
                 side.append((unit, []))
             side[-1][1].append((name, parameter))
     middle = [(start.rstrip("."), found) for start, found in inside.items() if found]
-    return after[::-1] + middle[::-1] + before[::-1]
+    return after[::-1] + middle[::-1] + before[::-1] if len(blocks) else _joined(before[::-1])
+
+
+def _joined(units: list[NamedUnit]) -> list[NamedUnit]:
+    """Units of at least `SMALL_UNIT` elements, where there are that many: an exchange has a cost of its own."""
+    joined: list[NamedUnit] = []
+    room = 0
+    for name, parameters in units:
+        if room > 0:
+            last, found = joined.pop()
+            joined.append((f"{last.partition(' to ')[0]} to {name}", found + parameters))
+        else:
+            joined.append((name, parameters))
+            room = SMALL_UNIT
+        room -= sum(value.numel() for _, value in parameters)
+    return joined
 
 
 class Arena:

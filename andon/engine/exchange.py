@@ -9,7 +9,7 @@ unit has failed, the units after it fail with its error. Updated weights are gat
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
@@ -73,7 +73,10 @@ class Exchange:
         """A unit is ready in this rank's rows: it has its turn after those before it."""
         before = self._tasks[-1] if self._tasks else None
         self.seconds = self.seconds if before else 0.0
-        self._tasks.append(self.thread.submit(self._reduce, unit, merges, rows, before))
+        if len(self.arena.layout.units) == 1:  # nothing is left for backward to do meanwhile
+            self._tasks.append(_Later(self._reduce, unit, merges, rows, before))
+        else:
+            self._tasks.append(self.thread.submit(self._reduce, unit, merges, rows, before))
 
     def wait(self) -> list[str]:
         """Wait until all units are reduced; the units to which this rank's contribution was seen to be bad."""
@@ -120,6 +123,22 @@ class Exchange:
     def close(self) -> None:
         """Stop the thread."""
         self.thread.shutdown(wait=True, cancel_futures=True)
+
+
+class _Later(Future[None]):
+    """Work that is done by whoever asks for its result, without another thread."""
+
+    def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
+        super().__init__()
+        self._work = partial(work, *arguments)
+
+    def result(self, timeout: float | None = None) -> None:
+        if not self.done():
+            try:
+                self.set_result(self._work())
+            except Exception as error:
+                self.set_exception(error)
+        return super().result(timeout)
 
 
 class _OwnedCells:

@@ -47,9 +47,10 @@ class Gather:
         """The owners have updated their parts: bring them to everyone."""
         before: Future[None] | None = None
         for index in reversed(range(len(ownership.bounds or ()))):
-            before = self._newest[index] = self._thread.submit(self._gather, ownership, index, before)
-        if not self._overlap:
-            self.wait()
+            if self._overlap:
+                before = self._newest[index] = self._thread.submit(self._gather, ownership, index, before)
+            else:
+                self._gather(ownership, index)
 
     def wait(self) -> None:
         """Wait until all weights are there; raises what went wrong on the way."""
@@ -63,7 +64,7 @@ class Gather:
     def _wait_before(self, module: nn.Module, units: list[int]) -> None:
         module.register_forward_pre_hook(lambda *_: self._wait(units))
 
-    def _gather(self, ownership: Ownership, index: int, before: Future[None] | None) -> None:
+    def _gather(self, ownership: Ownership, index: int, before: Future[None] | None = None) -> None:
         if before is not None:
             before.result()  # once a unit has failed, the rest fail with its error
         assert ownership.bounds is not None

@@ -102,7 +102,7 @@ class Optimizer(torch.optim.Optimizer):
         self.checkpoints: object = None
         """What `andon.save` and `andon.load` keep for it."""
         self.passengers: list[Passenger] = [self.stop, model.buffers_of_step]
-        self._fingerprints = Fingerprints(arena, self.compared_state, membership)
+        self._fingerprints = Fingerprints(arena, self.compared_state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The one group of all trained parameters."""
@@ -142,8 +142,8 @@ class Optimizer(torch.optim.Optimizer):
         with model.phases("fingerprint"):  # while the last units are exchanged
             fingerprints = self._take_fingerprints(f"{step} {self.options} {clip} {self.facts}")
         with model.phases("exchange"):
-            totals = self._reduce()
-            self._compare(step, fingerprints)
+            totals, everyone = self._reduce(fingerprints)
+            self._compare(step, everyone)
         updated = self.judge(step, totals)
         if updated:
             with model.phases("optimizer"):
@@ -156,30 +156,29 @@ class Optimizer(torch.optim.Optimizer):
             return b""
         return self._fingerprints.take(facts, self.model.buffers_of_step.fingerprint())
 
-    def _reduce(self) -> Totals:
-        """Wait for the exchange and agree on what the step came to."""
+    def _reduce(self, fingerprints: bytes) -> tuple[Totals, list[bytes]]:
+        """Wait for the exchange and agree on what the step came to; also gives all ranks' fingerprints."""
         exchange, gradients = self.model.exchange, self.model.gradients
         slots = gradients.end_step()
         bad = exchange.wait()
         losses = [(each.slot, each.loss.item(), each.count) for each in slots]
-        everyone = exchange.tell([bad, losses, [each.status() for each in self.passengers]])
-        records = sorted(tuple(record) for _, of_rank, _ in everyone for record in of_rank)
+        everyone = exchange.tell([bad, losses, [each.status() for each in self.passengers], fingerprints.hex()])
+        records = sorted(tuple(record) for _, of_rank, *_ in everyone for record in of_rank)
         tokens = sum(count for _, _, count in records)
         norm = exchange.norm() / max(1, tokens)
         bad_units = tuple((rank, unit) for rank, (units, *_) in enumerate(everyone) for unit in units)
         if not math.isfinite(norm):
             bad_units = exchange.blame(bad_units, gradients.rows)
         for index, passenger in enumerate(self.passengers):
-            passenger.receive([statuses[index] for *_, statuses in everyone])
-        return Totals(
-            loss=sum(loss for _, loss, _ in records) / max(1, tokens), tokens=tokens, norm=norm, bad_units=bad_units
-        )
+            passenger.receive([statuses[index] for _, _, statuses, _ in everyone])
+        loss = sum(loss for _, loss, _ in records) / max(1, tokens)
+        return Totals(loss, tokens, norm, bad_units), [bytes.fromhex(prints) for *_, prints in everyone]
 
-    def _compare(self, step: int, fingerprints: bytes) -> None:
+    def _compare(self, step: int, everyone: list[bytes]) -> None:
         """Halt on every rank if any rank holds other bits than it should (C-DDP-001)."""
         if not self.model.exchange.checks:
             return
-        self._fingerprints.compare(step, fingerprints)
+        self._fingerprints.compare(step, everyone)
         if self.ownership.replicas > 1:
             owned = sum(stop - start for start, stop in self.owned_parts)
             state = self.rule.state.values()

@@ -22,7 +22,10 @@ def seed_generators(seed: int, step: int, slot: int) -> None:
     number = int.from_bytes(blake3(f"{seed} {step} {slot}".encode()).digest(8), "little")
     random.seed(number)
     np.random.seed(number % 2**32)
-    torch.manual_seed(number)
+    # `torch.manual_seed` formats a traceback for every kind of device that is not in use.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(number)
 
 
 class Slots:

@@ -11,7 +11,6 @@ rank is wrong.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,18 +25,11 @@ from andon.transport.base import Group
 WIDTH = 8  # bytes of one fingerprint
 
 
-class HasGroup(Protocol):
-    """Whatever knows the group of the current generation."""
-
-    @property
-    def group(self) -> Group: ...
-
-
 class Fingerprints:
     """Compares buffers that have the arena's layout and are equal on every rank."""
 
-    def __init__(self, arena: Arena, buffers: Callable[[], Mapping[str, Tensor]], membership: HasGroup) -> None:
-        self.arena, self.buffers, self.membership = arena, buffers, membership
+    def __init__(self, arena: Arena, buffers: Callable[[], Mapping[str, Tensor]]) -> None:
+        self.arena, self.buffers = arena, buffers
         units = arena.layout.units
         self.labels = [
             "facts of the step",
@@ -54,9 +46,8 @@ class Fingerprints:
                 prints.append(blake3(sums[unit.start // CELL : unit.stop // CELL].tobytes()).digest(WIDTH))
         return b"".join(prints)
 
-    def compare(self, step: int, mine: bytes) -> None:
-        """Halt on every rank if any rank holds other bits; names unit and, by majority, rank."""
-        everyone = self.membership.group.all_gather_bytes(mine)
+    def compare(self, step: int, everyone: list[bytes]) -> None:
+        """Halt if any rank holds other bits, by the fingerprints of all ranks; names unit and, by majority, rank."""
         if all(prints == everyone[0] for prints in everyone):
             return
         raise JidokaHalt(step, "; ".join(self._differences(everyone)), sound=False)

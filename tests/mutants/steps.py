@@ -275,8 +275,8 @@ MUTANTS = [
         "loss-by-slots",
         "The reported loss is divided by the slots.",
         "engine/optimizer.py",
-        "loss=sum(loss for _, loss, _ in records) / max(1, tokens),",
-        "loss=sum(loss for _, loss, _ in records) / len(records),",
+        "loss = sum(loss for _, loss, _ in records) / max(1, tokens)",
+        "loss = sum(loss for _, loss, _ in records) / len(records)",
         (NUMBERS,),
     ),
     Mutant(

@@ -1,0 +1,83 @@
+"""One rank of the benchmark of a script: a small CNN with Andon's Python interface and with PyTorch's DDP, in turn."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+from torch.nn.parallel import DistributedDataParallel
+
+from andon.engine.optimizer import AdamW
+from andon.engine.parallel import DataParallel
+from andon.transport.base import Group, open_group
+from andon.transport.torch_dist import StoreRendezvous
+
+WARM_UP = 5
+LR = 3e-3
+
+
+def network() -> nn.Module:
+    """The CNN of examples/cnn.py."""
+    torch.manual_seed(1)
+    body = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.1)]
+    return nn.Sequential(*body, nn.Flatten(), nn.Linear(16 * 64, 4))
+
+
+def andon_step(group: Group, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """A step as in the example, with one slot per rank."""
+    model = DataParallel(network(), group, slots=group.world_size)
+    optimizer = AdamW(model, lr=LR)
+
+    def step() -> None:
+        for _ in model.slots:
+            model.backward(F.cross_entropy(model(x), y), count=len(y))
+        optimizer.step()
+
+    return step
+
+
+def ddp_step(x: Tensor, y: Tensor) -> Callable[[], None]:
+    """A step as one would write it with PyTorch's DistributedDataParallel and fused AdamW."""
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def main(task: dict[str, Any]) -> None:
+    """Measure and print the seconds of every step as JSON, by number of images."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
+    rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=120.0)
+    gloo = open_group("torch", rendezvous)
+    results = {}
+    for images in task["images"]:
+        x, y = torch.randn(images, 1, 16, 16), torch.arange(images) % 4
+        with open_group(task["transport"], rendezvous) as group:
+            works = {"andon": andon_step(group, x, y), "ddp": ddp_step(x, y)}
+            seconds: dict[str, list[float]] = {name: [] for name in works}
+            for _ in range(task["repetitions"] + WARM_UP):
+                for name, work in works.items():
+                    gloo.barrier()
+                    started = time.perf_counter()
+                    for _ in range(task["steps"]):
+                        work()
+                    seconds[name].append((time.perf_counter() - started) / task["steps"])
+            results[str(images)] = {name: each[WARM_UP:] for name, each in seconds.items()}
+    gloo.barrier()
+    gloo.close()
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
