@@ -247,3 +247,52 @@ def test_a_bf16_wire_gives_one_answer_for_any_number_of_ranks_and_any_transport(
         with World(transport, size, wire="bf16") as world:
             found |= set(world.run(train_bf16_wire))
     assert len(found) == 1
+
+
+def test_a_plain_backward_and_gradients_between_slots_are_not_what_ddp_users_expect_and_are_refused() -> None:
+    model = andon.DataParallel(nn.Linear(3, 1), LocalGroup(), slots=2)
+    andon.AdamW(model)
+    x = torch.ones(1, 3)
+    model.backward(model(x).sum(), count=1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="call backward of the DataParallel model"):
+        model(x).sum().backward()
+    model.close()
+
+
+def draw_first(group: Group) -> str:
+    """All batches of a step are drawn before its first forward."""
+    torch.manual_seed(1)
+    model = andon.DataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)), group, slots=2)
+    optimizer = andon.AdamW(model, lr=0.1)
+    for _ in range(3):
+        for x in [torch.randn(4, 4) for _ in model.slots]:
+            model.backward(model(x).square().mean(), count=torch.tensor(4))  # type: ignore[arg-type]
+        optimizer.step()
+    model.close()
+    return andon.digest(model)
+
+
+def test_batches_that_are_drawn_before_the_first_forward_give_one_answer_too() -> None:
+    found = set()
+    for transport, size in (("local", 1), ("shm", 2)):
+        with World(transport, size) as world:
+            found |= set(world.run(draw_first))
+    assert len(found) == 1
+
+
+def test_complex_buffers_are_averaged_as_such() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+
+    def turn(module: nn.Module, inputs: Any) -> None:
+        module.phase.add_(0.5 + 1j)  # type: ignore[operator]
+
+    module.register_forward_pre_hook(turn)
+    model = andon.DataParallel(module, LocalGroup(), slots=2)
+    optimizer = andon.AdamW(model)
+    for _ in model.slots:
+        model.backward(model(torch.randn(4, 2)).sum(), count=4)
+    optimizer.step()
+    assert module.phase.tolist() == [0.5 + 1j] * 2  # type: ignore[operator]
+    model.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from andon.numerics import AVX2
 from tests.runs import andon, ctrl_c, environment, finish, start, workers_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -138,3 +139,29 @@ def test_another_script_cannot_use_the_folder_at_the_same_time_or_go_on_with_ano
     (tmp_path / "other.py").write_text(text)
     code, output = andon("run", "other.py", "run", "20", cwd=tmp_path)
     assert code == 1 and "slots 6 → 3" in output, output
+
+
+def test_ctrl_c_ends_a_script_that_never_saves(tmp_path: Path) -> None:
+    process = start("run", "--workers=2", str(EXAMPLES / "cnn.py"), "100000", cwd=tmp_path)
+    time.sleep(3)
+    ctrl_c(process)
+    output = finish(process)
+    assert process.returncode == 4, output
+
+
+def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    code, output = andon("run", "--workers=2", str(EXAMPLES / "resume.py"), "run", "10", cwd=tmp_path)
+    assert code == 1 and "could not be written" in output, output
+
+
+@pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="its fastest kernels are portable")
+def test_native_kernels_are_chosen_where_the_launcher_says_so(tmp_path: Path) -> None:
+    text = "import torch, andon\ngroup = andon.init()\nprint(torch.backends.cpu.get_cpu_capability())\ngroup.close()\n"
+    (tmp_path / "show.py").write_text(text)
+    environ = {name: value for name, value in environment(tmp_path).items() if name not in AVX2}
+    for options, expected in (([], "AVX2"), (["--native"], "AVX512")):
+        command = [sys.executable, "-m", "andon", "run", *options, "show.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+        assert done.stdout.split() == [expected], done.stderr

@@ -93,6 +93,11 @@ class Checkpointer:
             self._saver.saved = self.progress.step
         return state
 
+    @property
+    def failure(self) -> UserError | None:
+        """Why the last save failed, if it did."""
+        return self._saver.failure
+
     def status(self) -> Any:
         """What this rank tells of a save in progress, with the step's exchange."""
         return self._saver.status()

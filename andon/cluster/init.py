@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from andon.cluster.script import join_launcher
+from andon.cluster.script import NUMERICS, join_launcher
 from andon.cluster.session import make_torch_deterministic
 from andon.integrity.probe import compare_probes, take_probe
 from andon.numerics import Numerics, choose_kernels
@@ -22,7 +22,7 @@ from andon.transport.torch_dist import StoreRendezvous, TorchGroup
 def init(
     timeout: float = 60.0,
     seed: int = 0,
-    numerics: Numerics = "portable",
+    numerics: Numerics | None = None,
     threads: int = 1,
     wire: Wire = "f32",
     mixed: bool = False,
@@ -33,8 +33,9 @@ def init(
     exchange through shared memory, otherwise (and on GPUs) through torch.distributed. torch is made deterministic, with
     `threads` compute threads per worker, and all generators start from `seed`. `timeout` is how many seconds a rank may
     make no progress; `wire` rounds gradients on their way; `mixed` lets machines that compute other bits train
-    together."""
-    if warning := choose_kernels(numerics):
+    together. `numerics` is what `andon run` says, or portable."""
+    launcher_says: Numerics = "native" if os.environ.get(NUMERICS) == "native" else "portable"
+    if warning := choose_kernels(numerics or launcher_says):
         warnings.warn(warning, RuntimeWarning, stacklevel=2)
     make_torch_deterministic(threads)
     random.seed(seed)

@@ -29,6 +29,7 @@ from andon.transport.base import GroupError
 
 ADDRESS = "ANDON_COORDINATOR"
 RANK = "ANDON_RANK"
+NUMERICS = "ANDON_NUMERICS"
 
 
 def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Numerics, console: Console) -> int:
@@ -55,11 +56,13 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         commands = [
             Command(
                 ["-m", "andon.cluster.script", str(script), *arguments],
-                {ADDRESS: f"{host}:{port}", RANK: str(rank), **kernels(numerics)},
+                {ADDRESS: f"{host}:{port}", RANK: str(rank), NUMERICS: numerics, **kernels(numerics)},
                 shown=rank == 0,
             )
             for rank in range(count)
         ]
+        for rank in range(count):
+            log_of(logs, rank).unlink(missing_ok=True)
         workers = stack.enter_context(Workers(commands, 1, logs))
         code = workers.wait(coordinator)
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):

@@ -80,7 +80,9 @@ class Accumulator:
         self._failed = True
         loss.backward()  # type: ignore[no-untyped-call]
         self._backward.complete()
-        self._failed = False
+        self._backward, self._failed = None, False
+        for parameter in self.arena.parameters.values():
+            parameter.grad = None  # until the step ends there is nothing to read: it may be on its way
         self.losses.append(SlotLoss(slot, loss.detach(), count))
 
     def end_step(self) -> list[SlotLoss]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from andon.engine.exchange import Passenger
 from andon.engine.parallel import DataParallel
+from andon.errors import EXIT_STOPPED
 from andon.integrity.fingerprint import Fingerprints, compare_replicas
 from andon.integrity.halt import JidokaHalt
 from andon.optim.adamw import AdamWRule
@@ -99,10 +100,16 @@ class Optimizer(torch.optim.Optimizer):
         """What the ranks must agree on besides their bits: configuration, data."""
         self.judge: Judge = halt_unless_sound
         self.stop = StopVote(membership.group.stop_wanted)
+        model.before_step = self._leave_if_agreed
         self.checkpoints: object = None
         """What `andon.save` and `andon.load` keep for it."""
         self.passengers: list[Passenger] = [self.stop, model.buffers_of_step]
         self._fingerprints = Fingerprints(arena, self.compared_state)
+
+    def _leave_if_agreed(self) -> None:
+        """Before a step: if a stop was asked for, end the process; `andon.load` and `andon.save` see to it first."""
+        if self.stop.agreed:
+            raise SystemExit(EXIT_STOPPED)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The one group of all trained parameters."""

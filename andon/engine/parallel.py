@@ -63,7 +63,11 @@ class DataParallel(nn.Module):
     @property
     def slots(self) -> Slots:
         """This rank's share of the step's slots, to go through; each begins with its own random generators."""
-        return Slots(self.membership.slots, self._begin)
+        return Slots(self.membership.slots, self._begin, self._forget_slot)
+
+    def _forget_slot(self) -> None:
+        """Whoever went through all slots before the first forward begins them again there."""
+        self._slot = None
 
     def _begin_if_due(self) -> None:
         """Forward begins the next slot where the loop does not go through `slots`."""
@@ -103,6 +107,7 @@ class DataParallel(nn.Module):
         A step's gradient is the mean over all tokens of all its slots, on every rank."""
         if self._slot is not None and self._slot == self.gradients.next_slot:
             self.buffers_of_step.note(self._slot)
+        count = int(count)
         self.gradients.backward(loss * count if reduction == "mean" else loss, count)
         self.buffers_of_step.restore()
 

@@ -31,13 +31,14 @@ def seed_generators(seed: int, step: int, slot: int) -> None:
 class Slots:
     """A rank's slots of one step; going through them begins one after the other."""
 
-    def __init__(self, numbers: range, begin: Callable[[int], None]) -> None:
-        self._numbers, self._begin = numbers, begin
+    def __init__(self, numbers: range, begin: Callable[[int], None], end: Callable[[], None]) -> None:
+        self._numbers, self._begin, self._end = numbers, begin, end
 
     def __iter__(self) -> Iterator[int]:
         for slot in self._numbers:
             self._begin(slot)
             yield slot
+        self._end()
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -117,7 +118,8 @@ def _bytes(tensor: Tensor) -> bytes:
 
 def _mean(values: Sequence[Tensor]) -> Tensor:
     """The mean in the one order; of whole numbers rounded down, so that a count stays what it is in every slot."""
-    whole = not values[0].is_floating_point()
-    terms = [value.to(torch.int64 if whole else torch.float64, copy=True) for value in values]
+    whole = not (values[0].is_floating_point() or values[0].is_complex())
+    wide = torch.complex128 if values[0].is_complex() else torch.float64
+    terms = [value.to(torch.int64 if whole else wide, copy=True) for value in values]
     make_order(len(terms), len(terms)).add_up(terms)
     return terms[0] // len(terms) if whole else terms[0] / len(terms)

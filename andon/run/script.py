@@ -117,10 +117,14 @@ class ScriptCheckpoints:
 
     def close(self) -> None:
         """Wait with all ranks for a save that is on its way, and unlock the folder."""
-        with closing(self.checkpointer):
-            self.checkpointer.finish()
-        if self._held:
-            self._held.close()
+        try:
+            with closing(self.checkpointer):
+                self.checkpointer.finish()
+        finally:
+            if self._held:
+                self._held.close()
+        if self.checkpointer.failure:
+            raise self.checkpointer.failure
 
     def _progress(self) -> Mapping[str, Any]:
         state = self.scheduler.state_dict() if self.scheduler else None
