@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from andon.config.schema import Config
     from andon.numerics import Numerics
+    from andon.transport.tcp.entrance.tls import Tls
 
 ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
 new_app = partial(
@@ -39,6 +40,9 @@ Resume = Annotated[str, typer.Option(help="auto: the newest good checkpoint of t
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
 Preset = Annotated[str, typer.Option(help="The model.")]
 Workers = Annotated[int, typer.Option(min=1, help="Workers.")]
+TlsCert = Annotated[str, typer.Option(help="PEM certificate of this process; turns TLS on.")]
+TlsKey = Annotated[str, typer.Option(help="PEM key of that certificate.")]
+TlsCa = Annotated[str, typer.Option(help="PEM certificate of the authority that peers' certificates come from.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Checkpoints = Annotated[Path, typer.Argument(help="A run, its folder of checkpoints, or one checkpoint.")]
 
@@ -124,29 +128,46 @@ def run(
 @app.command(context_settings=ANY, epilog=EXIT_CODES)
 def coordinator(
     context: typer.Context,
-    bind: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")] = "127.0.0.1:0",
-    insecure: Annotated[bool, typer.Option(help="Let other machines reach it, without authentication.")] = False,
+    resume: Resume = "auto",
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; default: every address of this machine.")] = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_ca: TlsCa = "",
 ) -> None:
-    """Coordinate a run whose --workers N are started elsewhere with `andon worker HOST:PORT`."""
-    config = _config(context.args)
-    host, port = _address(bind)
-    if not host.startswith("127.") and host not in ("localhost", "::1") and not insecure:
-        raise UserError(
-            f"--bind {bind} can be reached from other machines",
-            "Workers are not authenticated: whoever reaches it can join the run",
-            "Bind to 127.0.0.1, or give --insecure on a network you trust",
-        )
-    from andon.cluster.launch import serve
+    """Coordinate a run whose --workers N are started elsewhere with `andon worker HOST`.
 
-    sys.exit(serve(config, (host, port), _console(lasting=True)))
+    Workers must know the run's token: the file `token` in the run's folder, or ANDON_TOKEN.
+    """
+    from andon.cluster.launch import Door, serve
+
+    config = _config(context.args)
+    host, port = _address(bind) if bind else ("", None)
+    sys.exit(serve(config, resume, Door(host, port, _tls(tls_cert, tls_key, tls_ca)), _console(lasting=True)))
 
 
 @app.command(epilog=EXIT_CODES)
-def worker(address: Annotated[str, typer.Argument(help="HOST:PORT of the coordinator.")]) -> None:
-    """Join a coordinator: it sends the configuration; the data is prepared here and its digest compared."""
-    from andon.cluster.launch import join_run
+def worker(
+    address: Annotated[str, typer.Argument(help="HOST[:PORT] of the coordinator.")],
+    token_file: Annotated[Path | None, typer.Option(help="The run's token; default: ANDON_TOKEN.")] = None,
+    folder: Annotated[Path, typer.Option(help="The only folder in which the run may write here.")] = Path(),
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the coordinator to be there.")] = 600.0,
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_ca: TlsCa = "",
+) -> None:
+    """Join a coordinator: it sends the configuration and, unless this machine has it, the data."""
+    from andon.cluster.launch import PORT, join_run
+    from andon.cluster.worker import Access
+    from andon.control.token import token_of_worker
 
-    sys.exit(join_run(*_address(address), _console(lasting=True)))
+    host, port = _address(address)
+    tls, console = _tls(tls_cert, tls_key, tls_ca), _console(lasting=True)
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    access = Access(token_of_worker(token_file, wait, say), None, tls, folder, wait, say)
+    sys.exit(join_run((host, PORT if port is None else port), access))
 
 
 @app.command(context_settings=ANY)
@@ -403,11 +424,23 @@ def _numbers(option: str, text: str) -> list[int]:
         raise UserError(f"{option} {text} is not a list of numbers", cause, f"{option} 1,2") from None
 
 
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
-        raise UserError(f"{text!r} is not an address", "It must be HOST:PORT", "For example 127.0.0.1:29400")
-    return host.strip("[]"), int(port)
+def _address(text: str) -> tuple[str, int | None]:
+    """The host and, if it is given, the port of HOST, HOST:PORT, an IPv6 address, or [IPv6]:PORT."""
+    found = re.fullmatch(r"\[([0-9a-fA-F:.%\w]+)\](?::([0-9]{1,5}))?|([^:\[\]\s]+)(?::([0-9]{1,5}))?", text, re.ASCII)
+    if not found and re.fullmatch("[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*", text):
+        return text, None
+    port = (found[2] or found[4]) if found else None
+    if not found or (port and int(port) > 65535):
+        raise UserError(f"{text!r} is not an address", "It must be HOST or HOST:PORT", "For example 127.0.0.1:29411")
+    return found[1] or found[3], int(port) if port else None
+
+
+def _tls(cert: str, key: str, ca: str) -> Tls | None:
+    from andon.transport.tcp.entrance.tls import Tls
+
+    tls = Tls(cert, key, ca)
+    tls.check()
+    return tls if cert or ca else None
 
 
 def _console(stderr: bool = False, lasting: bool = False) -> Console:

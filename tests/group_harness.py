@@ -28,6 +28,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from andon.transport.base import TRANSPORTS, Group, GroupError, Settings, Wire, open_group
+from andon.transport.keys import SERVER, LinkKeys
 from andon.transport.torch_dist import StoreRendezvous
 from tests.thread_group import thread_groups
 
@@ -56,6 +57,11 @@ class Outcome:
     error: str = ""
     message: str = ""
     seconds: float = 0.0
+
+
+def link_keys(rank: int, size: int) -> LinkKeys:
+    """The keys of a rank, from a secret that all ranks of the tests know."""
+    return LinkKeys.derive(b"the secret of the tests", rank, size)
 
 
 def busy() -> float:
@@ -126,7 +132,7 @@ class World:
     def _start_server(self, size: int, timeout: float) -> int:
         from andon.transport.tcp.star_server import StarServer
 
-        server = StarServer(("127.0.0.1", 0), size, timeout)
+        server = StarServer(("127.0.0.1", 0), size, timeout, link_keys(SERVER, size))
 
         def serve() -> None:
             with contextlib.suppress(GroupError):  # the ranks tell
@@ -194,7 +200,7 @@ def _serve(
             break
         started = time.monotonic()
         try:
-            settings = Settings(timeout, wire, server=("127.0.0.1", server))
+            settings = Settings(timeout, wire, server=("127.0.0.1", server), keys=link_keys(rank, size))
             group = group or open_group(transport, rendezvous, settings)
             started = time.monotonic()
             if work == _CLOSE:

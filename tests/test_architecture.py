@@ -34,6 +34,7 @@ LAYERS = (
     "engine.trainer",
     "config",
     "run",
+    "control",
     "cluster",
     "bench",
     "commands",

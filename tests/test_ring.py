@@ -21,7 +21,7 @@ import torch
 from andon.engine.order import make_order, shares
 from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings, Wire
 from andon.transport.tcp.ring import RingGroup
-from tests.group_harness import World, busy, reach_barrier
+from tests.group_harness import World, busy, link_keys, reach_barrier
 
 SECONDS = 20.0
 
@@ -53,12 +53,17 @@ def ring(size: int, wire: Wire = "f32", timeout: float = SECONDS) -> Iterator[li
     table = Table(size)
     with ThreadPoolExecutor(size) as pool:
         seats = [Seat(table, rank) for rank in range(size)]
-        groups = list(pool.map(lambda seat: RingGroup.open(seat, Settings(timeout, wire)), seats))
+        groups = list(pool.map(lambda seat: RingGroup.open(seat, settings(seat, timeout, wire)), seats))
     try:
         yield groups
     finally:
         for group in groups:
             group.close()
+
+
+def settings(seat: Seat, timeout: float = SECONDS, wire: Wire = "f32") -> Settings:
+    """What a rank of a ring needs, keys included."""
+    return Settings(timeout, wire, keys=link_keys(seat.rank, seat.world_size))
 
 
 def everyone(groups: list[RingGroup], act: Callable[[RingGroup], Any]) -> list[Any]:
@@ -209,7 +214,7 @@ def test_strangers_do_not_hold_up_a_ring() -> None:
         def exchange(self, topic: str, mine: str) -> list[str]:
             values = super().exchange(topic, mine)
             for value in values:
-                host, port, _ = value.split()
+                host, port = value.split()
                 silent, rude = (socket.create_connection((host, int(port))) for _ in range(2))
                 rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 strangers.extend([silent, rude])
@@ -217,7 +222,7 @@ def test_strangers_do_not_hold_up_a_ring() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         seats = [Noisy(table, rank) for rank in range(2)]
-        groups = list(pool.map(lambda seat: RingGroup.open(seat, Settings(SECONDS)), seats))
+        groups = list(pool.map(lambda seat: RingGroup.open(seat, settings(seat)), seats))
     assert everyone(groups, lambda group: group.all_gather_bytes(b"%d" % group.rank)) == [[b"0", b"1"]] * 2
     for group in groups:
         group.close()
@@ -231,7 +236,7 @@ def test_a_rank_that_never_connects_is_named() -> None:
     def come(rank: int) -> BaseException | None:
         try:
             if rank == 0:
-                RingGroup.open(Seat(table, 0), Settings(0.5)).close()
+                RingGroup.open(Seat(table, 0), Settings(0.5, keys=link_keys(0, 2))).close()
             else:
                 Seat(table, 1).exchange("ring", table_value)
         except GroupError as error:
@@ -239,7 +244,7 @@ def test_a_rank_that_never_connects_is_named() -> None:
         return None
 
     with socket.create_server(("127.0.0.1", 0)) as deaf, ThreadPoolExecutor(2) as pool:
-        table_value = f"127.0.0.1 {deaf.getsockname()[1]} token"
+        table_value = f"127.0.0.1 {deaf.getsockname()[1]}"
         error, _ = pool.map(come, range(2))
     assert isinstance(error, GroupTimeout)
     assert error.rank == 1

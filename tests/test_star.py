@@ -17,9 +17,11 @@ import torch
 
 from andon.engine.order import order_of_ranges
 from andon.transport.base import GroupTimeout, PeerLost, ProtocolError, Settings, Wire
-from andon.transport.tcp.star import SERVER, StarGroup
+from andon.transport.keys import SERVER, LinkKeys
+from andon.transport.tcp.entrance.handshake import NotAuthenticated
+from andon.transport.tcp.star import StarGroup
 from andon.transport.tcp.star_server import StarServer
-from tests.group_harness import busy
+from tests.group_harness import busy, link_keys
 from tests.plain_peers import SECONDS, PlainWorker
 
 
@@ -34,21 +36,28 @@ class Seat:
 
 
 @contextmanager
-def star(
-    size: int, timeout: float = SECONDS, token: str = "", wire: Wire = "f32"
-) -> Iterator[tuple[list[StarGroup], Future[None]]]:
+def star(size: int, timeout: float = SECONDS, wire: Wire = "f32") -> Iterator[tuple[list[StarGroup], Future[None]]]:
     """The ranks of a star, in this process, and what its server comes to."""
-    server = StarServer(("127.0.0.1", 0), size, timeout, token)
+    server = StarServer(("127.0.0.1", 0), size, timeout, link_keys(SERVER, size))
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(server.serve)
-        settings = Settings(timeout, wire, server=server.address)
-        groups = [StarGroup.open(Seat(rank, size), settings) for rank in range(size)]
+        groups = [
+            StarGroup.open(Seat(rank, size), at(server.address, rank, size, wire, timeout)) for rank in range(size)
+        ]
         try:
             yield groups, serving
         finally:
             for group in groups:
                 group.close()
             server.close()
+
+
+def at(
+    server: tuple[str, int], rank: int, size: int, wire: Wire = "f32", timeout: float = SECONDS, secret: bytes = b""
+) -> Settings:
+    """What a rank needs to find the server, with another secret if one is given."""
+    keys = LinkKeys.derive(secret, rank, size) if secret else link_keys(rank, size)
+    return Settings(timeout, wire, server=server, keys=keys)
 
 
 def everyone(groups: list[StarGroup], act: Callable[[StarGroup], Any]) -> list[Any]:
@@ -121,23 +130,22 @@ def test_a_server_that_ends_is_missed() -> None:
 
 
 def test_strangers_and_wrong_tokens_are_turned_away_from_a_star() -> None:
-    server = StarServer(("127.0.0.1", 0), 1, SECONDS, token="right")
+    server = StarServer(("127.0.0.1", 0), 1, SECONDS, link_keys(SERVER, 1))
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(server.serve)
         rude = PlainWorker(server.address, join=False)
         rude.sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        rude.receive()  # the challenge, which is all that a stranger gets
         assert rude.is_closed()
-        wrong = StarGroup.open(Seat(0, 1), Settings(SECONDS, server=server.address, token="wrong"))
-        with pytest.raises(PeerLost):
-            wrong.all_reduce(torch.ones(1))
-        wrong.close()
-        with StarGroup.open(Seat(0, 1), Settings(SECONDS, server=server.address, token="right")) as group:
+        with pytest.raises(NotAuthenticated, match="tokens differ"):
+            StarGroup.open(Seat(0, 1), at(server.address, 0, 1, secret=b"wrong"))
+        with StarGroup.open(Seat(0, 1), at(server.address, 0, 1)) as group:
             assert group.all_gather_bytes(b"x") == [b"x"]
         serving.result(SECONDS)
 
 
 def test_closing_a_server_that_still_waits_ends_it() -> None:
-    server = StarServer(("127.0.0.1", 0), 1, SECONDS)
+    server = StarServer(("127.0.0.1", 0), 1, SECONDS, link_keys(SERVER, 1))
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(server.serve)
         server.close()
@@ -146,9 +154,12 @@ def test_closing_a_server_that_still_waits_ends_it() -> None:
 
 SERVE = """
 import sys, torch
+from andon.transport.base import SERVER
 from andon.transport.tcp.star_server import StarServer
+from tests.group_harness import link_keys
 torch.set_num_threads(1)
-server = StarServer(("127.0.0.1", 0), int(sys.argv[1]), 120.0)
+size = int(sys.argv[1])
+server = StarServer(("127.0.0.1", 0), size, 120.0, link_keys(SERVER, size))
 print(server.address[1], flush=True)
 server.serve()
 print(int([line for line in open("/proc/self/status") if line.startswith("VmHWM")][0].split()[1]) // 1024)
@@ -157,13 +168,14 @@ RANK = """
 import sys, torch
 from andon.transport.base import Settings
 from andon.transport.tcp.star import StarGroup
+from tests.group_harness import link_keys
 torch.set_num_threads(1)
 rank, size, port, count = map(int, sys.argv[1:])
 class Seat:
     world_size = size
 Seat.rank = rank
 flat = torch.arange(count, dtype=torch.float32).remainder_(1000.0) + rank
-with StarGroup.open(Seat(), Settings(120.0, server=("127.0.0.1", port))) as group:
+with StarGroup.open(Seat(), Settings(120.0, server=("127.0.0.1", port), keys=link_keys(rank, size))) as group:
     group.all_reduce(flat)
 expected = torch.arange(count, dtype=torch.float32).remainder_(1000.0) * size + size * (size - 1) / 2
 assert torch.equal(flat, expected)
@@ -175,7 +187,7 @@ def test_the_ranks_of_a_killed_server_name_it() -> None:
     try:
         assert server.stdout
         address = ("127.0.0.1", int(server.stdout.readline()))
-        groups = [StarGroup.open(Seat(rank, 2), Settings(SECONDS, server=address)) for rank in range(2)]
+        groups = [StarGroup.open(Seat(rank, 2), at(address, rank, 2)) for rank in range(2)]
         assert everyone(groups, lambda group: group.barrier()) == [None, None]
         server.kill()
         started = time.monotonic()

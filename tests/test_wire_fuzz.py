@@ -29,8 +29,11 @@ from andon.protocol2 import messages
 from andon.protocol2.client import WorkerClient
 from andon.protocol2.server import GradientServer
 from andon.transport.base import ProtocolError
+from andon.transport.keys import SERVER
 from andon.transport.tcp import frames as wire
+from andon.transport.tcp.connect import connect
 from andon.transport.tcp.star_server import StarServer, checked_operation
+from tests.group_harness import link_keys
 
 SOAK_COUNT = int(os.environ.get("ANDON_SOAK_COUNT", "100000"))
 COUNTS = [200, pytest.param(SOAK_COUNT, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
@@ -51,7 +54,9 @@ TEMPLATES: list[wire.Message] = [
     messages.AveragedBlockGradient(STEP, 0, (2, 3), FLOATS),
     messages.NonBlockGradientPayload(STEP, 1, 0, FLOATS),
     messages.AveragedNonBlockGradient(STEP, 0, FLOATS),
-    wire.Hello(0, 2, "data", "token"),
+    wire.Hello(0, 2, 0, "data", "nonce", "proof"),
+    wire.Challenge("nonce"),
+    wire.Accepted("proof"),
     wire.Operation("all-reduce", 10, "float32", (0, 10), 2, (0, 1, 2)),
     wire.Broken("lost", 1, "gone"),
 ]
@@ -311,8 +316,9 @@ class PlainRanks:
         )
 
     def _connect(self, address: tuple[str, int], rank: int, channel: str) -> socket.socket:
-        sock = socket.create_connection(address, SECONDS)
-        sock.sendall(wire.frame(wire.Hello(rank, RANKS, channel, "")))
+        hello = wire.Hello(rank, RANKS, 0, channel)
+        sock = connect(address, SERVER, hello, link_keys(rank, RANKS).of(SERVER), SECONDS)
+        sock.settimeout(SECONDS)
         return sock
 
     def close(self) -> None:
@@ -364,7 +370,7 @@ def exactly(sock: socket.socket, count: int) -> bytes:
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_star_serves_an_operation_exactly_if_it_makes_sense(count: int) -> None:
     served, refused = Counter[str](), 0
-    server = StarServer(("127.0.0.1", 0), RANKS, SECONDS)
+    server = StarServer(("127.0.0.1", 0), RANKS, SECONDS, link_keys(SERVER, RANKS))
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(server.serve)
         ranks = PlainRanks(server.address)
@@ -395,7 +401,7 @@ def test_a_star_serves_an_operation_exactly_if_it_makes_sense(count: int) -> Non
 def test_a_star_refuses_an_operation_that_makes_no_sense_and_says_whose_it_was() -> None:
     good = wire.Operation("all-reduce", 10, "float32", (0, 10), 2, (0, 1, 2))
     for bad in (replace(good, wire="int64"), replace(good, bounds=(0, 9)), replace(good, shares=(0, 2))):
-        server = StarServer(("127.0.0.1", 0), RANKS, SECONDS)
+        server = StarServer(("127.0.0.1", 0), RANKS, SECONDS, link_keys(SERVER, RANKS))
         with ThreadPoolExecutor(1) as pool:
             serving = pool.submit(server.serve)
             ranks = PlainRanks(server.address)

@@ -14,8 +14,10 @@ from typing import Any
 from andon.bench.bounds import measure_bounds
 from andon.bench.ranks import run_ranks
 from andon.bench.report import show
+from andon.control.token import new_token
 from andon.errors import UserError
 from andon.transport.base import TRANSPORTS
+from andon.transport.keys import SERVER, LinkKeys
 
 MB = 1 << 20
 MEAN_FROM = 1 * MB  # geometric means leave out what is smaller: it measures latency
@@ -75,9 +77,12 @@ def _run_ranks(
     transports: list[str], ranks: int, sizes: list[int], repetitions: int
 ) -> dict[int, dict[str, list[tuple[float, float]]]]:
     """Per size and transport: seconds of the slowest rank and processor seconds of all, per repetition."""
-    servers = {name: _serve_star(ranks) for name in transports if TRANSPORTS[name.partition(":")[0]].needs_server}
+    token = new_token()
+    servers = {
+        name: _serve_star(ranks, token) for name in transports if TRANSPORTS[name.partition(":")[0]].needs_server
+    }
     task = {"transports": transports, "sizes": sizes, "repetitions": repetitions, "servers": servers}
-    by_rank = run_ranks("andon.bench.transport_rank", ranks, task)
+    by_rank = run_ranks("andon.bench.transport_rank", ranks, task, token)
     return {
         size: {
             name: [
@@ -90,10 +95,11 @@ def _run_ranks(
     }
 
 
-def _serve_star(ranks: int) -> int:
+def _serve_star(ranks: int, token: str) -> int:
     """Start the server of a star in this process, which is idle while ranks measure; its port."""
     from andon.transport.tcp.star_server import StarServer
 
-    server = StarServer(("127.0.0.1", 0), ranks, timeout=60.0)
+    keys = LinkKeys.derive(token.encode(), SERVER, ranks)
+    server = StarServer(("127.0.0.1", 0), ranks, timeout=60.0, keys=keys)
     threading.Thread(target=server.serve, daemon=True).start()
     return server.address[1]

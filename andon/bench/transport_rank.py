@@ -6,6 +6,7 @@ large), between two barriers.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from andon.transport.base import Group, Settings, Wire, open_group
+from andon.transport.keys import LinkKeys
 from andon.transport.torch_dist import StoreRendezvous
 
 Turn = Callable[[], None]
@@ -25,11 +27,12 @@ LONGEST_BATCH = 40
 
 def open_all(names: list[str], rendezvous: StoreRendezvous, servers: dict[str, int]) -> dict[str, Group]:
     """A group per transport; `ring:bf16` is the ring with bf16 on the wire, `torch` shares gloo's."""
+    keys = LinkKeys.derive(os.environ["ANDON_TOKEN"].encode(), rendezvous.rank, rendezvous.world_size)
     groups: dict[str, Group] = {"gloo": open_group("torch", rendezvous)}
     for name in names:
         transport, _, suffix = name.partition(":")
         wire: Wire = "bf16" if suffix == "bf16" else "f32"
-        settings = Settings(wire=wire, server=("127.0.0.1", servers.get(name, 0)))
+        settings = Settings(wire=wire, server=("127.0.0.1", servers.get(name, 0)), keys=keys)
         groups[name] = open_group(transport, rendezvous, settings)
     return groups
 

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -51,8 +52,10 @@ def init(
 
 def _open(settings: Settings) -> Group:
     if client := join_launcher():
+        settings = replace(settings, keys=client.keys, host=client.host)
         group = open_group(fastest_here(client.world_size), client, settings)
         group.stop_wanted = client.stop.is_set
+        client.group = group
         return group
     _read_slurm()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:

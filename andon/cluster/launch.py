@@ -1,9 +1,12 @@
 """A run as its launcher sees it: the folder, the data, a coordinator, the workers, and a clean end."""
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,24 +14,27 @@ from typing import Any
 from rich.console import Console
 
 from andon.cluster.bf16 import check_bf16
-from andon.cluster.control import Message
-from andon.cluster.coordinator import Coordinator
 from andon.cluster.processes import Command, Workers
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
-from andon.cluster.worker import join
+from andon.cluster.worker import Access, work
 from andon.config.load import load
 from andon.config.schema import Config
-from andon.data.token_set import TokenSet
+from andon.control.coordinator import Coordinator
+from andon.control.link import Message
+from andon.control.token import FILE, VARIABLE, Credentials, environment, new_token, token_of_run
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
 from andon.run.display import Display, show_error, show_plan
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
 from andon.run.prepare import prepare_tokens
-from andon.transport.base import TRANSPORTS, GroupError
+from andon.transport.base import TRANSPORTS, GroupError, PeerLost
+from andon.transport.tcp.entrance.tls import Tls
 
 LOOPBACK = "127.0.0.1"
+PORT = 29411
+"""Where a coordinator listens, unless told otherwise."""
 
 
 def train(config: Config, resume: str, console: Console) -> int:
@@ -47,27 +53,38 @@ def train_demo(overrides: Mapping[str, Any], resume: str, console: Console) -> i
     return train(config, "none" if finished and resume == "auto" else resume, console)
 
 
-def serve(config: Config, bind: tuple[str, int], console: Console) -> int:
+@dataclass(frozen=True)
+class Door:
+    """Where a coordinator listens for workers that are started elsewhere."""
+
+    host: str
+    """Empty: every address of this machine."""
+    port: int | None
+    """None: the usual one, or a free one if that is taken."""
+    tls: Tls | None = None
+
+
+def serve(config: Config, resume: str, door: Door, console: Console) -> int:
     """`andon coordinator`: wait for workers that are started elsewhere; gives the exit code."""
     config = absolute(config).with_transport("star")
-    with run_folder(config, "auto", console) as (folder, checkpoint):
-        return _coordinate(config, folder, checkpoint, console, bind)
+    with run_folder(config, resume, console) as (folder, checkpoint):
+        return _coordinate(config, folder, checkpoint, console, door)
 
 
-def join_run(host: str, port: int, console: Console) -> int:
+def join_run(address: tuple[str, int], access: Access) -> int:
     """`andon worker`: join a coordinator, perhaps on another machine; gives the exit code."""
-
-    def tokens_of(config: Config, job: Message) -> TokenSet:
-        console.print(f"Joined {place}: {config.model.preset}, {config.train.steps:,} steps", style="dim")
-        check_bf16(config)
-        return prepare_tokens(config.with_own_cache(), console)  # each machine has its own
-
-    place = address_text(host, port)
+    place = address_text(*address)
     try:
-        return join(host, port, None, tokens_of)
-    except GroupError as error:
+        code = work(address, access)
+    except PeerLost as error:
         remedy = "Check the address and that `andon coordinator` is running there"
         raise UserError(f"The coordinator at {place} cannot be reached", str(error), remedy) from None
+    except GroupError as error:
+        remedy = "Check that the same Andon is installed on both machines"
+        raise UserError(f"The coordinator at {place} cannot be joined", str(error), remedy) from None
+    if code == 0:
+        access.say("Done")
+    return code
 
 
 @contextlib.contextmanager
@@ -104,12 +121,13 @@ def recording(config: Config, folder: RunFolder, console: Console) -> Iterator[t
 
 
 def _coordinate(
-    config: Config, folder: RunFolder, checkpoint: Path | None, console: Console, bind: tuple[str, int] | None = None
+    config: Config, folder: RunFolder, checkpoint: Path | None, console: Console, door: Door | None = None
 ) -> int:
-    """Coordinate a run: start its workers here, or with `bind` wait for those that are started elsewhere."""
+    """Coordinate a run: start its workers here, or wait at a door for those that are started elsewhere."""
     tokens = prepare_tokens(config, console)
     logs = config.run.dir / "logs"
     workers: Workers | None = None
+    kinds: set[str] = set()
 
     def save() -> None:
         console.print("Saving after this step, then leaving. Once more quits at once.", style="yellow")
@@ -120,12 +138,18 @@ def _coordinate(
             raise KeyboardInterrupt
         workers.kill()
 
+    def on_event(event: Event) -> None:
+        kinds.add(event["event"])
+        emit(event)
+
+    token = token_of_run(folder.folder) if door else new_token()
+    credentials = Credentials(token, door.tls if door else None)
     with contextlib.ExitStack() as stack:
         recorder, emit = stack.enter_context(recording(config, folder, console))
         server = None
         if TRANSPORTS[config.group.transport].needs_server:
-            host = bind[0] if bind else LOOPBACK
-            server = stack.enter_context(star_process(host, config.workers, config.group.timeout))
+            host = door.host if door else LOOPBACK
+            server = stack.enter_context(star_process(host, config.workers, config.group.timeout, credentials))
         job = {
             "config": config.model_dump(mode="json"),
             "data": tokens.digest,
@@ -135,17 +159,18 @@ def _coordinate(
             "log": str(logs),
             "server": server,
         }
-        coordinator = stack.enter_context(_listening(job, config.workers, emit, bind or (LOOPBACK, 0)))
+        listening = _listening(job, config.workers, on_event, credentials, door or Door(LOOPBACK, 0))
+        coordinator = stack.enter_context(listening)
         save_on_signal(save, quit_now)
-        if bind:
-            host, port = coordinator.address
-            host = socket.gethostname() if host in ("0.0.0.0", "::") else host
-            where = address_text(host, port)
-            console.print(f"Waiting for {config.workers} workers: andon worker {where}", soft_wrap=True)
+        if door:
+            _invite(config, coordinator, console)
             code = coordinator.wait()
         else:
             place = [coordinator.address[0], str(coordinator.address[1])]
-            commands = [Command(["-m", "andon.cluster.worker", *place, str(rank)]) for rank in range(config.workers)]
+            commands = [
+                Command(["-m", "andon.cluster.worker", *place, str(rank)], environment(token))
+                for rank in range(config.workers)
+            ]
             workers = stack.enter_context(Workers(commands, config.threads, logs))
             code = workers.wait(coordinator)
     if failures := coordinator.failures + ([recorder.failure] if recorder.failure else []):
@@ -154,16 +179,40 @@ def _coordinate(
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         who = workers.first_failure if workers else "A worker"
         raise UserError(f"{who} ended the run", "It gave no reason", f"Look at {logs}")
+    if code == 0 and "done" not in kinds:
+        cause = "Every rank said goodbye, and none reported a result"
+        raise UserError("The run ended before its last step", cause, "Start it again: it resumes")
     return code
 
 
+def _invite(config: Config, coordinator: Coordinator, console: Console) -> None:
+    """Say how workers join."""
+    host, port = coordinator.address
+    where = address_text(socket.gethostname() if ip_address(host).is_unspecified else host, port)
+    if VARIABLE in os.environ:
+        command, token = f"andon worker {where}", f"with the same {VARIABLE} as here"
+    else:
+        file = config.run.dir / FILE
+        command, token = f"andon worker {where} --token-file {file}", "with a copy of that file on other machines"
+    console.print(f"Waiting for {config.workers} workers: {command}   ({token})", soft_wrap=True, highlight=False)
+
+
 @contextlib.contextmanager
-def _listening(job: Message, workers: int, emit: Emit, bind: tuple[str, int]) -> Iterator[Coordinator]:
-    """A coordinator at an address, until the context is left."""
+def _listening(job: Message, workers: int, emit: Emit, credentials: Credentials, door: Door) -> Iterator[Coordinator]:
+    """A coordinator at a door, until the context is left."""
+
+    def open_at(port: int) -> Coordinator:
+        return Coordinator(job, workers, emit, credentials, (door.host, port))
+
     try:
-        coordinator = Coordinator(job, workers, emit, bind)
+        try:
+            coordinator = open_at(PORT if door.port is None else door.port)
+        except OSError as error:
+            if door.port is not None or error.errno != errno.EADDRINUSE:
+                raise
+            coordinator = open_at(0)
     except OSError as error:
-        what = f"The coordinator cannot listen at {address_text(*bind)}"
+        what = f"The coordinator cannot listen at {address_text(door.host, door.port or PORT)}"
         remedy = "Choose another --bind: an address of this machine, and port 0 for a free one"
         reason = str(error.strerror or error).partition(" (")[0]  # Python names the address once more
         raise UserError(what, reason, remedy) from None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from andon.cluster.coordinator import POLL, Coordinator
+from andon.control.coordinator import POLL, Coordinator
 from andon.errors import EXIT_STOPPED, EXIT_USER_ERROR, worst
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed

@@ -16,10 +16,11 @@ from types import FrameType
 
 from rich.console import Console
 
-from andon.cluster.client import CoordinatorClient, enter
-from andon.cluster.coordinator import Coordinator
 from andon.cluster.processes import Command, Workers, log_of
 from andon.cluster.signals import save_on_signal
+from andon.control.client import CoordinatorClient, join
+from andon.control.coordinator import Coordinator
+from andon.control.token import Credentials, environment, new_token, token_of_worker
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError, harmless
 from andon.numerics import Numerics, kernels
 from andon.run.display import show_error
@@ -49,14 +50,19 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         workers.kill()
 
     with contextlib.ExitStack() as stack:
-        coordinator = Coordinator({"data": "", "folder_mark": ""}, count, no_event)
+        credentials = Credentials(new_token())
+        coordinator = Coordinator({"data": "", "folder_mark": ""}, count, no_event, credentials)
         stack.enter_context(contextlib.closing(coordinator))
         save_on_signal(stop, quit_now)
         host, port = coordinator.address
         commands = [
             Command(
                 ["-m", "andon.cluster.script", str(script), *arguments],
-                {ADDRESS: f"{host}:{port}", RANK: str(rank), NUMERICS: numerics, **kernels(numerics)},
+                {
+                    **{ADDRESS: f"{host}:{port}", RANK: str(rank), NUMERICS: numerics},
+                    **environment(credentials.token),
+                    **kernels(numerics),
+                },
                 shown=rank == 0,
             )
             for rank in range(count)
@@ -86,8 +92,12 @@ def join_launcher() -> CoordinatorClient | None:
     if ADDRESS not in os.environ:
         return None
     host, _, port = os.environ[ADDRESS].rpartition(":")
-    _, client = enter((host, int(port)), int(os.environ[RANK]), lambda job: {"data": "", "folder": ""})
+    _, client = join((host, int(port)), token_of_worker(None), int(os.environ[RANK]))
+    client.enter({"data": "", "folder": ""})
     save_on_signal(client.stop.set)
+    if not client.wait_for_all():
+        client.leave(EXIT_STOPPED)
+        sys.exit(EXIT_STOPPED)
     atexit.register(client.leave, 0)  # the launcher takes the exit code from the process itself
     return client
 

@@ -1,14 +1,15 @@
 """One rank's training session: device, group, trainer. The same for every way of starting."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from andon.config.schema import Config
 from andon.data.token_set import TokenSet
+from andon.engine.trainer import Trainer
 from andon.errors import UserError
 from andon.integrity.probe import compare_probes, differing, take_probe
 from andon.run.build import build_trainer
@@ -17,15 +18,26 @@ from andon.run.loop import Run
 from andon.transport.base import Group, Rendezvous, Settings, open_group
 
 
-def train(
-    config: Config, tokens: TokenSet, group: Group, resume: Path | None, emit: Emit, stop_wanted: Callable[[], bool]
-) -> bool:
+@dataclass(frozen=True)
+class Surroundings:
+    """What a rank's launcher gives it."""
+
+    emit: Emit
+    stop_wanted: Callable[[], bool]
+    local_rank: int = 0
+    """Its place among the ranks of its machine, which decides on its GPU."""
+    on_built: Callable[[Trainer], None] = lambda trainer: None
+
+
+def train(config: Config, tokens: TokenSet, group: Group, resume: Path | None, around: Surroundings) -> bool:
     """Train as one rank of a run, from a checkpoint if one is given; whether it was stopped before its end."""
-    emit = emit if group.rank == 0 else no_event
-    device = choose_device(config.device, group.rank, emit)
+    emit = around.emit if group.rank == 0 else no_event
+    device = choose_device(config.device, around.local_rank, emit)
+    refuse_mixed_devices(group, device)
     config = with_probe(config, group, device, emit)
-    group.stop_wanted = stop_wanted
+    group.stop_wanted = around.stop_wanted
     trainer = build_trainer(config, tokens, group, device, emit)
+    around.on_built(trainer)
     try:
         if resume:
             trainer.resume(resume)
@@ -35,16 +47,19 @@ def train(
         trainer.close()
 
 
-def open_configured(
-    config: Config, rendezvous: Rendezvous, host: str = "127.0.0.1", server: Sequence[Any] | None = None
-) -> Group:
-    """The group that the configuration asks for; torch is made to give the same bits every time first.
-
-    `host` is where this rank can be reached, `server` host, port and token of a star's server."""
+def open_configured(config: Config, rendezvous: Rendezvous, settings: Settings) -> Group:
+    """The group that the configuration asks for; torch is made to give the same bits every time first."""
     make_torch_deterministic(config.threads)
-    address, token = ((str(server[0]), int(server[1])), str(server[2])) if server else (None, "")
-    settings = Settings(config.group.timeout, config.group.wire, host, address, token)
     return open_group(config.group.transport, rendezvous, settings)
+
+
+def refuse_mixed_devices(group: Group, device: torch.device) -> None:
+    """Ranks on a GPU compute in bf16 and those on a CPU in f32, unless told otherwise: all must have the same kind."""
+    kinds = [kind.decode() for kind in group.all_gather_bytes(device.type.encode())]
+    if len(set(kinds)) > 1:
+        found = ", ".join(f"rank {rank} on {kind}" for rank, kind in enumerate(kinds))
+        cause = "GPU and CPU compute other bits, and by default in another precision"
+        raise UserError(f"The ranks train on different devices: {found}", cause, "Give --device cpu or --device cuda")
 
 
 def with_probe(config: Config, group: Group, device: torch.device, emit: Emit) -> Config:
@@ -71,16 +86,15 @@ def make_torch_deterministic(threads: int) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def choose_device(wanted: str, rank: int, emit: Emit) -> torch.device:
+def choose_device(wanted: str, local_rank: int, emit: Emit) -> torch.device:
     """The device of a rank (F-DP-004): `auto` falls back to the CPU and says so, a name is a promise."""
     if wanted != "cpu" and torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        device = torch.device("cuda", local % torch.cuda.device_count())
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     if wanted == "cuda":
         raise UserError("device = 'cuda', but torch sees no CUDA device", _why_no_cuda(), "Use --device auto or cpu")
-    if wanted == "auto" and rank == 0:
+    if wanted == "auto":
         emit(event("note", text=f"Training on the CPU: {_why_no_cuda()}"))
     return torch.device("cpu")
 

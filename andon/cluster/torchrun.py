@@ -6,7 +6,9 @@ and records the events.
 
 import contextlib
 import os
+import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 
@@ -15,21 +17,26 @@ from rich.console import Console
 
 from andon.cluster.bf16 import check_bf16
 from andon.cluster.launch import absolute, recording, run_folder
-from andon.cluster.session import choose_device, make_torch_deterministic, open_configured, train
+from andon.cluster.session import Surroundings, choose_device, make_torch_deterministic, open_configured, train
 from andon.cluster.signals import save_on_signal
+from andon.cluster.star_process import star_process
 from andon.config.load import build
 from andon.config.schema import Config
-from andon.errors import EXIT_HALTED, EXIT_STOPPED
+from andon.control.token import VARIABLE, Credentials, new_token
+from andon.errors import EXIT_HALTED, EXIT_STOPPED, UserError
 from andon.integrity.halt import JidokaHalt
 from andon.run.events import Emit, event, no_event
 from andon.run.loop import while_others_wait
 from andon.run.prepare import prepare_tokens
-from andon.transport.torch_dist import StoreRendezvous
+from andon.transport.base import TRANSPORTS, Settings
+from andon.transport.tcp.connect import check_loopback, is_loopback
+from andon.transport.torch_dist import StoreRendezvous, gloo_at
 
 
 def run(config: Config, resume: str, console: Console) -> int:
     """Train as the rank that the environment names; gives the exit code."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     config = absolute(build(config.model_dump(), {"workers": world_size})).with_transport("torch")
     check_bf16(config)
     make_torch_deterministic(config.threads)
@@ -37,12 +44,14 @@ def run(config: Config, resume: str, console: Console) -> int:
     save_on_signal(stop.set)
     tokens = prepare_tokens(config, console if rank == 0 else Console(quiet=True))
     with contextlib.ExitStack() as stack:
-        device = choose_device(config.device, rank, no_event)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        device = choose_device(config.device, local_rank, no_event)
+        host = own_address()
+        dist.init_process_group("nccl" if device.type == "cuda" else gloo_at(host))
         stack.callback(dist.destroy_process_group)
         store = dist.distributed_c10d._get_default_store()
         rendezvous = StoreRendezvous(store, rank, world_size, config.group.timeout)
-        group = stack.enter_context(open_configured(config, rendezvous))
+        settings = _settings(config, rendezvous, host, stack)
+        group = stack.enter_context(open_configured(config, rendezvous, settings))
         found, recorder = None, None
         emit: Emit = no_event
         # Every byte of the checkpoint is verified here, which may take longer than the group's timeout.
@@ -52,13 +61,57 @@ def run(config: Config, resume: str, console: Console) -> int:
             recorder, emit = stack.enter_context(recording(config, folder, console))
         gathered = group.all_gather_bytes(f"{os.getpid()} {gethostname()} {found or ''}".encode())
         workers = [fields.decode().split(" ", 2) for fields in gathered]
-        for each, (pid, host, _) in enumerate(workers):
-            emit(event("worker", rank=each, pid=int(pid), host=host))
+        for each, (pid, name, _) in enumerate(workers):
+            emit(event("worker", rank=each, pid=int(pid), host=name))
         checkpoint = workers[0][2]
         try:
-            stopped = train(config, tokens, group, Path(checkpoint) if checkpoint else None, emit, stop.is_set)
+            around = Surroundings(emit, stop.is_set, local_rank)
+            stopped = train(config, tokens, group, Path(checkpoint) if checkpoint else None, around)
         except JidokaHalt:
             return EXIT_HALTED
     if recorder and recorder.failure:
         raise recorder.failure
     return EXIT_STOPPED if stopped else 0
+
+
+def own_address() -> str:
+    """The address of this machine on the way to rank 0, which the other ranks can reach."""
+    master = os.environ["MASTER_ADDR"]
+    try:
+        family, _, _, _, place = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing: it only chooses the way
+            address = str(probe.getsockname()[0])
+    except OSError as error:
+        remedy = "Give torchrun --master-addr with an address of rank 0's machine that all machines reach"
+        raise UserError(f"MASTER_ADDR {master} cannot be reached", error.strerror or str(error), remedy) from None
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < int(os.environ["WORLD_SIZE"])
+    if several and "LOCAL_WORLD_SIZE" in os.environ and is_loopback(address):
+        cause = f"MASTER_ADDR {master} leads to {address}, which other machines cannot reach"
+        remedy = "Give torchrun --master-addr with an address of rank 0's machine on the network"
+        raise UserError("The ranks are on several machines, and would not find this one", cause, remedy)
+    return address
+
+
+def _settings(config: Config, rendezvous: StoreRendezvous, host: str, stack: contextlib.ExitStack) -> Settings:
+    """What the transport needs: keys from ANDON_TOKEN, and for a star a server at rank 0."""
+    token = os.environ.pop(VARIABLE, "")
+    settings = Settings(config.group.timeout, config.group.wire, host)
+    transport = TRANSPORTS[config.group.transport]
+    if not token:
+        if not transport.needs_server:
+            return settings
+        check_loopback(host)
+        token = rendezvous.exchange("token", new_token())[0]
+    credentials = Credentials(token, secret=token.encode())
+    generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank, size = rendezvous.rank, rendezvous.world_size
+    keys = credentials.issue(rank, size, generation).sealed(token)
+    server = None
+    if transport.needs_server:
+        mine = ("", 0)
+        if rank == 0:
+            mine = stack.enter_context(star_process(host, size, config.group.timeout, credentials, generation))
+        place = rendezvous.exchange("star server", f"{mine[0]} {mine[1]}")[0].split()
+        server = (place[0], int(place[1]))
+    return replace(settings, keys=keys, server=server)

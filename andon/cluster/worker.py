@@ -1,82 +1,182 @@
-"""A worker: joins a coordinator, receives the configuration and its rank, and trains."""
+"""A worker: joins a coordinator, receives the configuration, the data and its rank, and trains."""
 
 import faulthandler
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
-from andon.cluster.client import CoordinatorClient, enter, log
-from andon.cluster.control import Message
 from andon.cluster.signals import save_on_signal
-from andon.config.schema import Config
+from andon.config.schema import Config, DataConfig
+from andon.control.client import CoordinatorClient, join, log
+from andon.control.link import Message
+from andon.control.token import token_of_worker
+from andon.data.build import find, open_sound, receive
 from andon.data.token_set import TokenSet
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.numerics import choose_kernels
 from andon.run.events import event
 from andon.run.folder import read_mark
 from andon.transport.base import GroupError
+from andon.transport.tcp.entrance.tls import Tls
 
 START_AGAIN = "Run the same command again: it resumes from the newest checkpoint"
 
 
-def join(host: str, port: int, rank: int | None, tokens_of: Callable[[Config, Message], TokenSet]) -> int:
-    """Join the coordinator at host:port and train as one rank of its run; gives the exit code."""
-    prepared: list[tuple[Config, TokenSet]] = []
+def _silent(text: str) -> None:
+    """Say nothing: the launcher speaks for its workers."""
 
-    def prepare(job: Message) -> Mapping[str, str]:
-        config = Config.model_validate(job["config"])
-        tokens = tokens_of(config, job)
-        prepared.append((config, tokens))
-        return {"data": tokens.digest, "folder": read_mark(config.run.dir)}
 
-    job, client = enter((host, port), rank, prepare)
-    ((config, tokens),) = prepared
-    # A batch system, or a machine that shuts down, signals every process and not only the launcher.
-    save_on_signal(client.stop.set)
-    code, stopped = EXIT_USER_ERROR, f"Rank {client.rank} on {socket.gethostname()} stopped"
+@dataclass(frozen=True)
+class Access:
+    """How a worker reaches a run, and what the run may do with it."""
+
+    token: str
+    rank: int | None = None
+    """The rank that it wants."""
+    tls: Tls | None = None
+    folder: Path | None = None
+    """The only folder in which the run may write; None: its own launcher's worker, which may write anywhere."""
+    patience: float = 0.0
+    """Seconds to wait for the coordinator."""
+    say: Callable[[str], None] = _silent
+
+
+def work(address: tuple[str, int], access: Access) -> int:
+    """Join the coordinator at an address and train as one rank of its run; gives the exit code."""
+    job, client = join(address, access.token, access.rank, access.tls, access.patience, access.say)
     try:
-        code = _train(config, tokens, job, client)
+        config, tokens = _prepare(job, client, access)
+        client.enter({"data": tokens.digest, "folder": read_mark(config.run.dir)})
+        access.say(f"Rank {client.rank} of {client.world_size}; waiting until all have joined")
+        if not client.wait_for_all():
+            access.say("The coordinator stopped before the run began")
+            client.leave(EXIT_STOPPED)
+            return EXIT_STOPPED
     except UserError as error:
         client.fail(error.what, error.cause, error.remedy)
-        log(str(error))
-    except GroupError as error:
-        client.fail(f"{stopped}: {error}", "A worker died or cannot be reached", START_AGAIN)
-        log(traceback.format_exc())
-    except Exception as error:
-        what = f"{stopped}: {type(error).__name__}: {error}"
-        client.fail(what, "An unexpected error", f"Its traceback is in {job['log']}")
-        log(traceback.format_exc())
+        client.close()
+        raise
+    except GroupError:
+        client.close()
+        raise
+    access.say(f"Training with {', '.join(f'rank {rank} on {host}' for rank, host in enumerate(client.hosts))}")
+    code = _train_and_report(config, tokens, job, client, access)
     client.leave(code)
     return code
 
 
-def _train(config: Config, tokens: TokenSet, job: Message, client: CoordinatorClient) -> int:
+def _train_and_report(config: Config, tokens: TokenSet, job: Message, client: CoordinatorClient, access: Access) -> int:
+    """Train as one rank; whatever ends it is told to the coordinator and written to the log."""
+    # A batch system, or a machine that shuts down, signals every process and not only the launcher.
+    save_on_signal(client.stop.set)
+    stopped = f"Rank {client.rank} on {socket.gethostname()} stopped"
+    try:
+        return _train(config, tokens, job, client, access)
+    except UserError as error:
+        client.fail(error.what, error.cause, error.remedy)
+        log(str(error))
+    except GroupError as error:
+        text = _with_host(str(error), client)
+        client.fail(f"{stopped}: {text}", "A worker died or cannot be reached", START_AGAIN)
+        log(f"{stopped}: {text}")
+    except Exception as error:
+        what = f"{stopped}: {type(error).__name__}: {error}"
+        client.fail(what, "An unexpected error", f"Its traceback is in {job['log']}")
+        log(traceback.format_exc())
+    return EXIT_USER_ERROR
+
+
+def _with_host(text: str, client: CoordinatorClient) -> str:
+    """An error of the group that also names the host of the rank."""
+    for rank in range(client.world_size):
+        if text.startswith(f"rank {rank} "):
+            return client.name(rank) + text.removeprefix(f"rank {rank}")
+    return text
+
+
+def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[Config, TokenSet]:
+    """The configuration as it holds here, and the data with the digest that the job names."""
+    config = Config.model_validate(job["config"])
+    if access.folder is None:
+        return config, TokenSet.open(Path(job["tokens"]))
+    access.say(f"Joined: {config.model.preset}, {config.train.steps:,} steps")
+    from andon.cluster.bf16 import check_bf16
+
+    config = _in_own_folder(config, access.folder)
+    check_bf16(config)
+    cache, digest = config.data.cache, job["data"]
+    if tokens := find(cache, digest):
+        access.say(f"Data {digest[:16]}…: from the cache")
+    elif tokens := open_sound(Path(job["tokens"]), digest):
+        access.say(f"Data {digest[:16]}…: from the coordinator's folder, which this machine sees")
+    else:
+        access.say(f"Data {digest[:16]}…: receiving it from the coordinator")
+        tokens = receive(cache, digest, client.fetch)
+    return config, tokens
+
+
+def _in_own_folder(config: Config, folder: Path) -> Config:
+    """The configuration with the cache of this user, and a run's folder that is the coordinator's only if it lies in
+    the folder that this worker's user chose."""
+    folder = folder.resolve()
+    wanted = config.run.dir.resolve()
+    place = wanted if wanted.is_relative_to(folder) else folder / "runs" / wanted.name
+    run = config.run.model_copy(update={"dir": place})
+    data = config.data.model_copy(update={"cache": DataConfig().cache})
+    return config.model_copy(update={"run": run, "data": data})
+
+
+def _train(config: Config, tokens: TokenSet, job: Message, client: CoordinatorClient, access: Access) -> int:
     """Train as one rank; torch is loaded here and not before."""
     if warning := choose_kernels(config.numerics):
         client.emit(event("note", text=f"rank {client.rank}: {warning}"))
-    from andon.cluster.session import open_configured, train
+    from andon.cluster.session import Surroundings, open_configured, train
+    from andon.cluster.torch_store import ControlStore
+    from andon.engine.trainer import Trainer
     from andon.integrity.halt import JidokaHalt
+    from andon.transport.base import Settings
 
-    server = job["server"]
-    if server and server[0] in ("0.0.0.0", "::"):  # it listens everywhere, so also where the coordinator is
-        server = [client.control.link.socket.getpeername()[0], *server[1:]]
-    resume = Path(job["resume"]) if job["resume"] else None
+    def built(trainer: Trainer) -> None:
+        times = trainer.model.phases
+        client.compute_ms = lambda: times.milliseconds.get("forward", 0.0) + times.milliseconds.get("backward", 0.0)
+
+    settings = Settings(
+        config.group.timeout,
+        config.group.wire,
+        client.host,
+        _server(job, client),
+        client.keys,
+        access.tls,
+        ControlStore(client, config.group.timeout),
+    )
+    around = Surroundings(client.emit, client.stop.is_set, client.local_rank, built)
     try:
-        with open_configured(config, client, client.host, server) as group:
-            stopped = train(config, tokens, group, resume, client.emit, client.stop.is_set)
+        with open_configured(config, client, settings) as group:
+            client.group = group
+            stopped = train(config, tokens, group, Path(job["resume"]) if job["resume"] else None, around)
     except JidokaHalt as halt:
         log(str(halt))
         return EXIT_HALTED
     return EXIT_STOPPED if stopped else 0
 
 
+def _server(job: Message, client: CoordinatorClient) -> tuple[str, int] | None:
+    """The address of a star's server: if it listens everywhere, then also where the coordinator is."""
+    if not job["server"]:
+        return None
+    host, port = job["server"]
+    return (client.link.remote if ip_address(host).is_unspecified else host), port
+
+
 def main(arguments: Sequence[str]) -> int:
     """One worker of `andon train`; its arguments are the coordinator's host and port, and the rank."""
     faulthandler.enable()
     host, port, rank = arguments
-    return join(host, int(port), int(rank), lambda config, job: TokenSet.open(Path(job["tokens"])))
+    return work((host, int(port)), Access(token_of_worker(None), int(rank)))
 
 
 if __name__ == "__main__":

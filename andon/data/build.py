@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -74,6 +74,44 @@ def prepare(corpus: Corpus, cache: Path, progress: Progress = quiet, shard_token
         cause = f"{error.strerror or error} ({error.filename or 'while writing'})"
         remedy = "Free some space there, make it writable, or choose another folder: --data.cache FOLDER"
         raise UserError(f"The token cache {cache} cannot be written", cause, remedy) from error
+    return TokenSet.open(folder)
+
+
+def find(cache: Path, digest: str) -> TokenSet | None:
+    """The token set with this digest in a cache, if it is there and sound."""
+    for meta in sorted(expand(cache).absolute().glob("*/meta.json")):
+        if found := open_sound(meta.parent, digest):
+            return found
+    return None
+
+
+def open_sound(folder: Path, digest: str) -> TokenSet | None:
+    """The token set in a folder, if it can be read, has this digest and is sound."""
+    with suppress(UserError, OSError):
+        found = TokenSet.open(folder)
+        if found.digest == digest:
+            found.verify()
+            return found
+    return None
+
+
+def receive(cache: Path, digest: str, fill: Callable[[Path], object]) -> TokenSet:
+    """The token set with this digest, whose files `fill` brings into a folder; it is kept in the cache."""
+    cache = expand(cache).absolute()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_stale(cache)
+        folder = cache / f"received-{digest[:32]}"
+        with _temporary(cache) as fresh:
+            fill(fresh)
+            if open_sound(fresh, digest) is None:
+                cause = "What was received does not have the digest that the coordinator named"
+                raise UserError("The data did not arrive intact", cause, "Start the worker again")
+            shutil.rmtree(folder, ignore_errors=True)  # one that is damaged, or it would have been found
+            _publish(fresh, folder)
+    except OSError as error:
+        cause = f"{error.strerror or error} ({error.filename or 'while writing'})"
+        raise UserError(f"The token cache {cache} cannot be written", cause, "Free some space there") from error
     return TokenSet.open(folder)
 
 

@@ -7,8 +7,8 @@ from typing import Any, Self, TypeVar
 
 from andon.protocol2 import messages
 from andon.protocol2.heartbeat import HeartbeatThread
+from andon.protocol2.link import Link
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
-from andon.transport.tcp.connect import Link
 from andon.transport.tcp.frames import MAX_FRAME, Floats, Message, decode, encode
 
 M = TypeVar("M", bound=Message)

@@ -94,7 +94,7 @@ class GradientServer:
 
     def wait_for_workers(self, count: int, deadline: float) -> None:
         """Wait until `count` workers have joined, `deadline` seconds at most; other connections are closed."""
-        with closing(introductions(self._listener, _read_join, deadline)) as arrivals:
+        with closing(introductions(self._listener, lambda sock: _read_join(), deadline)) as arrivals:
             while self.worker_count < count:
                 sock, request = next(arrivals, (None, None))
                 if sock is None or request is None:

@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from andon.errors import UserError
+from andon.errors import UserError, shown
 from andon.files import no_follow, write_whole
 
 Event = dict[str, Any]
@@ -23,6 +23,57 @@ MOST_WAITING = 64 << 20  # bytes of events that may wait for a disk
 RETRY_SECONDS = 1.0  # until a disk that failed is tried again
 CLOSE_SECONDS = 10.0  # that the disk gets at the end of the run
 OWN_FILES = {"done": "summary.json", "halt": "halt.json"}
+
+
+Fields = dict[str, type | tuple[type, ...]]
+NUMBER: Final = (int, float)
+FIELDS: Final[dict[str, Fields]] = {
+    "worker": {"rank": int, "host": str},
+    "note": {"text": str},
+    "start": {"step": int, "transport": str, "floor": (int, float, type(None)), "data": str, "probe": dict},
+    "step": {"step": int, **dict.fromkeys(("loss", "tokens", "tokens_per_s", "lr", "grad_norm"), NUMBER)},
+    "sample": {"step": int, "text": str},
+    "eval": {"step": int, "loss": NUMBER, "bits_per_byte": NUMBER},
+    "checkpoint": {"step": int},
+    "save_failed": {"step": int, "reason": str, "folder": str, "again": bool},
+    "stopped": {"step": int},
+    "halt": {"step": int, "committed": int, "cause": str, "findings": list, "sound": bool},
+    "done": {
+        **{"step": int, "tokens": int, "loss": NUMBER, "validation_loss": NUMBER},
+        **{"weights_blake3": str, "transport": str, "workers": int, "samples": list},
+    },
+}
+"""What every event of a kind says; most say more."""
+FINDING: Final[Fields] = {"rank": int, "host": str, "kind": str, "samples": list}
+FROM_ANY_RANK: Final = {"note"}
+
+
+def check_event(found: object, rank: int) -> Event:
+    """An event that a rank reports; `ValueError` for anything that is none, or not for this rank to say."""
+    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+        raise ValueError("an event without a kind")
+    kind = found["event"]
+    if kind not in FIELDS:
+        raise ValueError(f"an event of unknown kind {shown(kind)}")
+    if rank and kind not in FROM_ANY_RANK:
+        raise ValueError(f"a {kind!r} event, which only rank 0 reports")
+    _check_fields(f"a {kind!r} event", found, {"time": NUMBER, **FIELDS[kind]})
+    optional: Fields = {"valid_share": NUMBER, "known": int}
+    _check_fields(f"a {kind!r} event", found, {key: value for key, value in optional.items() if key in found})
+    for finding in found["findings"] if kind == "halt" else ():
+        _check_fields("a finding", finding, FINDING)
+    if kind == "done" and not all(isinstance(text, str) for text in found["samples"]):
+        raise ValueError("samples that are not text")
+    return found
+
+
+def _check_fields(what: str, found: object, fields: Fields) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} that is no object")
+    for name, kind in fields.items():
+        value = found.get(name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{what} whose {name!r} is {shown(value)}")
 
 
 def event(kind: str, **fields: Any) -> Event:

@@ -24,9 +24,14 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from andon.engine.order import Order, make_order, shares
 from andon.errors import UserError
+from andon.transport.keys import SERVER
 
 if TYPE_CHECKING:  # the launcher, the coordinator and the configuration read this file without torch
     import torch
+    from torch._C._distributed_c10d import Store
+
+    from andon.transport.keys import LinkKeys
+    from andon.transport.tcp.entrance.tls import Tls
 
 Wire = Literal["f32", "bf16"]
 INLINE_BYTES: Final = 252
@@ -40,11 +45,17 @@ class GroupError(Exception):
     """A peer or a link failed; the group can no longer be used."""
 
 
+COORDINATOR: Final = -2
+SOMEONE: Final = -3
+NAMES: Final = {SERVER: "the star's server", COORDINATOR: "the coordinator", SOMEONE: "another rank"}
+"""Peers that have no rank, as errors name them."""
+
+
 class PeerLost(GroupError):
     """A peer is gone."""
 
     def __init__(self, rank: int, operation: str, seconds: float, detail: str = "") -> None:
-        super().__init__(f"rank {rank} was lost during {operation} after {seconds:.1f} s" + _tail(detail))
+        super().__init__(f"{peer_name(rank)} was lost during {operation} after {seconds:.1f} s" + _tail(detail))
         self.rank, self.operation, self.seconds = rank, operation, seconds
 
 
@@ -52,12 +63,17 @@ class GroupTimeout(GroupError):
     """A peer is there but has made no progress for the configured time."""
 
     def __init__(self, rank: int, operation: str, seconds: float, detail: str = "") -> None:
-        super().__init__(f"rank {rank} made no progress in {operation} for {seconds:.1f} s" + _tail(detail))
+        super().__init__(f"{peer_name(rank)} made no progress in {operation} for {seconds:.1f} s" + _tail(detail))
         self.rank, self.operation, self.seconds = rank, operation, seconds
 
 
 class ProtocolError(GroupError):
     """A peer sent something that the protocol does not allow."""
+
+
+def peer_name(rank: int) -> str:
+    """A peer, as errors name it."""
+    return NAMES.get(rank, f"rank {rank}")
 
 
 class Rendezvous(Protocol):
@@ -85,8 +101,12 @@ class Settings:
     """Where the other ranks can reach this one."""
     server: tuple[str, int] | None = None
     """Address of the server, for a transport that needs one."""
-    token: str = ""
-    """What this rank has to show to the server."""
+    keys: LinkKeys | None = None
+    """With which this rank and its peers prove to each other who they are; ranks that have none agree on some."""
+    tls: Tls | None = None
+    """Certificates, if connections are to be encrypted."""
+    store: Store | None = None
+    """Where ranks of torch.distributed find each other; without one rank 0 opens its own."""
 
 
 class Group(ABC):
@@ -140,6 +160,11 @@ class Group(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Leave the group at once and free what it holds; safe to call twice."""
+
+    def abort(self, rank: int, detail: str) -> None:
+        """A rank is known to be lost: every collective that runs or begins raises `PeerLost`. Any thread may call it,
+        more than once."""
+        raise NotImplementedError
 
     @cached_property
     def before_close(self) -> list[Callable[[], None]]:

@@ -36,5 +36,8 @@ class LocalGroup(Group):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
+    def abort(self, rank: int, detail: str) -> None:
+        """There is nobody to wait for."""
+
     def leave(self) -> None:
         pass

@@ -9,7 +9,10 @@ With bf16 on the wire, contributions and all partial sums are rounded to bf16; a
 given, exactly.
 """
 
+import hmac
+import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -23,12 +26,27 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from andon.engine.order import Order, shares
-from andon.transport.base import Group, GroupTimeout, PeerLost, Rendezvous, Settings, first_row, one_node_each, rows_of
+from andon.errors import UserError
+from andon.transport.base import (
+    SOMEONE,
+    Group,
+    GroupTimeout,
+    PeerLost,
+    ProtocolError,
+    Rendezvous,
+    Settings,
+    first_row,
+    one_node_each,
+    rows_of,
+)
+from andon.transport.keys import LinkKeys
+from andon.transport.tcp.connect import listen
 
 Transfer = tuple[int, torch.Tensor]
 Answer = tuple[int, Exception | None]  # a peer, and how its transfers failed
 SMALL_BYTES: Final = 64 << 10  # up to here every rank adds up everything, which saves the all-gather
 GRACE: Final = 0.3  # seconds that other transfers get to finish after one has failed
+SOON: Final = 0.002  # seconds that are spent on waiting before a thread is started for it
 
 
 class TorchGroup(Group):
@@ -44,27 +62,33 @@ class TorchGroup(Group):
         self.device = torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
         self._peers = dist.get_process_group_ranks(process_group)
         self._owned = owned
+        self._kept: Store | None = None
+        self._lost: tuple[int, str] | None = None
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
 
     @classmethod
-    def open(cls, rendezvous: Rendezvous, settings: Settings, backend: str = "gloo") -> Self:
+    def open(cls, rendezvous: Rendezvous, settings: Settings, backend: str = "") -> Self:
         """A group over the default process group, which is made first (and destroyed at the end) unless the process has
         one already, as under torchrun."""
         if dist.is_initialized():
             return cls(None, settings)
+        if settings.tls:
+            cause = "torch's Gloo is built without TLS"
+            raise UserError("Transport 'torch' cannot encrypt", cause, "Use --group.transport ring or star")
         wait = timedelta(seconds=settings.timeout)
-        store = None
-        if rendezvous.rank == 0:
-            store = TCPStore(settings.host, 0, is_master=True, timeout=wait, wait_for_workers=False)
-        address = f"{settings.host}:{store.port}" if store else ""
-        host, _, port = rendezvous.exchange("torch store", address)[0].rpartition(":")
+        store = settings.store or _own_store(rendezvous, settings.host, wait)
         started = time.monotonic()
         try:
-            store = store or TCPStore(host, int(port), timeout=wait, wait_for_workers=False)
             rank, size = rendezvous.rank, rendezvous.world_size
+            backend = backend or gloo_at(settings.host)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
         except RuntimeError as error:
-            raise _failure(error, -1, "connecting through torch.distributed", started) from error
-        return cls(None, settings, owned=True)
+            raise _failure(error, SOMEONE, "connecting through torch.distributed", started) from error
+        group = cls(None, settings, owned=True)
+        group._kept = store  # a store that is written in Python ends with its last reference
+        if settings.keys:
+            prove_to_all(group, settings.keys)
+        return group
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         self._reduce(nodes, list(pairwise(bounds)), order)
@@ -98,6 +122,10 @@ class TorchGroup(Group):
         self._exchange(sends, receives, "reduce-scatter")
         order.add_up(leaves)
         first_row(nodes)[lo:hi].copy_(leaves[0])
+
+    def abort(self, rank: int, detail: str) -> None:
+        self._lost = rank, detail
+        self._answers.put((rank, None))
 
     def leave(self) -> None:
         if self._owned:
@@ -135,9 +163,9 @@ class TorchGroup(Group):
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
-            raise _failure(error, -1, operation, started) from error
+            raise _failure(error, SOMEONE, operation, started) from error
         for work in works:
-            self._wait_for(work, -1, operation, started)
+            self._wait_for(work, SOMEONE, operation, started)
 
     def _exchange_by_peer(self, ops: list[tuple[int, dist.P2POp]], operation: str) -> None:
         """Wait for all peers at the same time: while one is lost, another that knows of it sends no more.
@@ -145,7 +173,7 @@ class TorchGroup(Group):
         After a failure the other transfers get a moment to finish, so that their peers find out by themselves which
         rank was lost."""
         started = time.monotonic()
-        answers: SimpleQueue[Answer] = SimpleQueue()
+        answers = self._answers = SimpleQueue()
         begun: dict[int, list[dist.Work | None]] = {}
         for peer, op in ops:
             try:
@@ -162,8 +190,10 @@ class TorchGroup(Group):
                 failure = error
             answers.put((peer, failure))
 
+        if self._lost:
+            answers.put((self._lost[0], None))
         for peer, works in begun.items():
-            if len(begun) == 1:
+            if len(begun) == 1 and _soon_done(works):
                 wait(peer, works)
             else:
                 threading.Thread(target=wait, args=(peer, works), daemon=True).start()
@@ -178,6 +208,8 @@ class TorchGroup(Group):
                 peer, error = answers.get(timeout=max(0.0, until - time.monotonic()))
             except Empty:
                 break
+            if self._lost:
+                raise PeerLost(self._lost[0], operation, time.monotonic() - started, self._lost[1])
             silent.discard(peer)
             if error and not failure:
                 failure, until = error, time.monotonic() + GRACE
@@ -224,7 +256,71 @@ class StoreRendezvous:
             return [self.store.get(key).decode() for key in keys]
         except RuntimeError as error:
             seconds = time.monotonic() - started
-            raise PeerLost(-1, f"rendezvous on {topic!r}", seconds, f"the store failed: {error}") from error
+            raise PeerLost(SOMEONE, f"rendezvous on {topic!r}", seconds, f"the store failed: {error}") from error
+
+
+def gloo_at(host: str) -> str:
+    """A backend of torch.distributed: Gloo whose connections use one address of this machine, and not the one that the
+    machine's name happens to stand for."""
+
+    def create(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+    name = "gloo_at_" + re.sub(r"\W", "_", host)
+    if name.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(name, create, devices=["cpu"])
+    return name
+
+
+def prove_to_all(group: Group, keys: LinkKeys) -> None:
+    """torch.distributed asks nobody who they are, so every rank proves it to every other through the group."""
+    rank, size = group.rank, group.world_size
+    nonces = group.all_gather_bytes(secrets.token_bytes(32))
+
+    def proof(prover: int, other: int, key: bytes) -> bytes:
+        said = b"andon torch %d %d %d " % (keys.generation, prover, other) + nonces[prover] + nonces[other]
+        return hmac.digest(key, said, "sha256")
+
+    mine = b"".join(bytes(32) if peer == rank else proof(rank, peer, keys.of(peer)) for peer in range(size))
+    for peer, proofs in enumerate(group.all_gather_bytes(mine)):
+        if peer == rank:
+            continue
+        expected = proof(peer, rank, keys.of(peer))
+        if not hmac.compare_digest(proofs[32 * rank : 32 * rank + 32], expected):
+            raise ProtocolError(f"rank {peer} does not know the run's token")
+
+
+def _own_store(rendezvous: Rendezvous, host: str, wait: timedelta) -> Store:
+    """A store of rank 0's, at the run's address only: torch by itself listens at every address."""
+    listener = listen((host, 0), backlog=rendezvous.world_size + 8) if rendezvous.rank == 0 else None
+    port = listener.getsockname()[1] if listener else 0
+    address = rendezvous.exchange("torch store", f"{host} {port}")[0].split()
+    handle = listener.detach() if listener else None
+    started = time.monotonic()
+    try:
+        return TCPStore(
+            address[0],
+            int(address[1]),
+            is_master=handle is not None,
+            timeout=wait,
+            wait_for_workers=False,
+            master_listen_fd=handle,
+        )
+    except RuntimeError as error:
+        raise _failure(error, 0, "connecting to torch's store", started) from error
+
+
+def _soon_done(works: Sequence[dist.Work | None]) -> bool:
+    """Whether transfers end within a moment: then no thread has to wait for them."""
+    until = time.monotonic() + SOON
+    while not all(work is None or work.is_completed() for work in works):
+        if time.monotonic() > until:
+            return False
+        os.sched_yield()
+    return True
 
 
 def _failure(error: RuntimeError, peer: int, operation: str, started: float) -> GroupTimeout | PeerLost:

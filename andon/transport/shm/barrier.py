@@ -56,6 +56,7 @@ class Barrier:
     def __init__(self, memory: mmap.mmap, address: int, rank: int, processes: Sequence[int], timeout: float) -> None:
         self.rank, self.timeout, self.turn = rank, timeout, 0
         self.failure: GroupError | None = None
+        self._known_lost: tuple[int, str] | None = None
         world_size = len(processes)
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._address, self._closed = address, False
@@ -74,6 +75,12 @@ class Barrier:
         """Raise if a wait has failed before, or this rank has left."""
         if self.failure is not None:
             raise self.failure
+        if self._known_lost:
+            raise PeerLost(self._known_lost[0], "the next operation", 0.0, self._known_lost[1])
+
+    def abort(self, rank: int, detail: str) -> None:
+        """Make this rank's waits fail, now and later, because another rank is known to be lost."""
+        self._known_lost = rank, detail
 
     def wait(self, operation: str) -> None:
         """Wait until every rank is here."""
@@ -146,6 +153,8 @@ class Barrier:
         late = [peer for peer in self._peers if self._counters[peer] == before]
         dead = {self._descriptors[descriptor] for descriptor, _ in self._poll.poll(0)}
         seconds = time.monotonic() - started
+        if self._known_lost:
+            raise PeerLost(self._known_lost[0], operation, seconds, self._known_lost[1])
         for peer in late:
             if peer in dead:
                 raise PeerLost(peer, operation, seconds, "its process has ended")

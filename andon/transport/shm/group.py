@@ -208,6 +208,9 @@ class ShmGroup(Group):
         self.bytes_sent += sum(lengths) - len(data)
         return [memory[at : at + length] for at, length in zip(mailboxes, lengths, strict=True)]
 
+    def abort(self, rank: int, detail: str) -> None:
+        self._barrier.abort(rank, detail)
+
     def leave(self) -> None:
         self._barrier.leave()
         if self._pinned:

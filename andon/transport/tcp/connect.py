@@ -1,26 +1,28 @@
-"""Connections: how ranks connect to each other, and a blocking connection for messages.
+"""Connections: how ranks connect to each other.
 
-A rank that waits for peers opens an acceptor and gives them its address and a token. A peer that connects sends a
-hello: its rank, the connection's *channel* (what it is for) and the token. A connection that says anything else is
-closed, and does not hold up the others.
+A rank that waits for peers opens an acceptor and gives them its address. Both ends of a new connection prove that they
+know the key of their link (`andon.transport.tcp.entrance.handshake`). Whoever says anything else, or takes too long, is
+refused and holds up nobody.
 """
 
-import hmac
 import logging
 import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from ipaddress import ip_address
-from typing import Final, Self, TypeVar
+from typing import TypeVar
 
-from andon.transport.base import GroupTimeout, PeerLost, ProtocolError
-from andon.transport.tcp.frames import LENGTH, Buffer, Hello, decode, frame, payload_length
-from andon.transport.tcp.stream import MessageReader, StreamFailed, read_frame
+from andon.errors import UserError
+from andon.transport.base import GroupTimeout, PeerLost, ProtocolError, Rendezvous
+from andon.transport.keys import LinkKeys
+from andon.transport.tcp.entrance.handshake import NotAuthenticated, authenticate, introduce
+from andon.transport.tcp.entrance.reception import PAUSE, Greet, Reception
+from andon.transport.tcp.entrance.tls import Tls
+from andon.transport.tcp.frames import Hello
 
-LONGEST_HELLO: Final = 1 << 10
 T = TypeVar("T")
 Channel = tuple[str, int]
 """What a connection is for, and the rank at its other end."""
@@ -31,16 +33,16 @@ log = logging.getLogger(__name__)
 class Acceptor:
     """Listens at host:port (0: any free port) for the peers of a group of `world_size`."""
 
-    def __init__(self, host: str, port: int, world_size: int, token: str | None = None) -> None:
+    def __init__(self, host: str, port: int, world_size: int, keys: LinkKeys, tls: Tls | None = None) -> None:
         self._listener = listen((host, port), backlog=2 * world_size + 8)
-        self.world_size = world_size
-        self.token = secrets.token_hex(16) if token is None else token
+        self.world_size, self.keys, self.tls = world_size, keys, tls
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
 
     def accept(self, expected: set[Channel], timeout: float) -> dict[Channel, socket.socket]:
         """Wait for all expected connections."""
         accepted: dict[Channel, socket.socket] = {}
-        with ExitStack() as undo, closing(introductions(self._listener, self._read_hello, timeout)) as arrivals:
+        arriving = introductions(self._listener, lambda sock: authenticate(sock, self._key_of), timeout, self.tls)
+        with ExitStack() as undo, closing(arriving) as arrivals:
             while missing := expected - accepted.keys():
                 sock, hello = next(arrivals, (None, None))
                 if sock is None or hello is None:
@@ -54,13 +56,14 @@ class Acceptor:
             undo.pop_all()
         return accepted
 
-    def _read_hello(self) -> Generator[memoryview, None, Hello]:
-        hello = decode((yield from read_frame(LONGEST_HELLO)))
-        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), self.token.encode()):
-            raise ProtocolError("it did not show the right token")
+    def _key_of(self, hello: Hello) -> bytes:
         if hello.world_size != self.world_size:
             raise ProtocolError(f"it expects {hello.world_size} ranks, not {self.world_size}")
-        return hello
+        if hello.generation != self.keys.generation:
+            raise ProtocolError(f"it is of generation {hello.generation}, this is {self.keys.generation}")
+        if hello.rank >= self.world_size or hello.rank not in self.keys.keys:
+            raise ProtocolError("it has no rank of this group")
+        return self.keys.of(hello.rank)
 
     def interrupt(self) -> None:
         """Make a thread that waits in `accept` give up, with `OSError`."""
@@ -72,62 +75,85 @@ class Acceptor:
         self._listener.close()
 
 
+def agree_on_keys(rendezvous: Rendezvous, host: str) -> LinkKeys:
+    """Keys for ranks that were given none, on one machine: from a secret that all of them make at the rendezvous."""
+    check_loopback(host)
+    secret = "".join(rendezvous.exchange("secret", secrets.token_hex(32))).encode()
+    return LinkKeys.derive(secret, rendezvous.rank, rendezvous.world_size)
+
+
+def check_loopback(host: str) -> None:
+    """Refuse to connect ranks that have no token at an address that other machines reach."""
+    if not is_loopback(host):
+        cause = f"{host} can be reached from other machines, and ranks would not know who connects"
+        remedy = "Set ANDON_TOKEN to the same secret text, of 16 characters or more, for every worker"
+        raise UserError("Workers on several machines need a token", cause, remedy)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only; a name is not taken at its word."""
+    try:
+        found = {place[0] for *_, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ip_address(str(place).partition("%")[0]).is_loopback for place in found)
+
+
 def listen(address: tuple[str, int], backlog: int) -> socket.socket:
-    """A non-blocking socket that listens at an address (port 0: any free port)."""
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    listener = socket.create_server(address, family=family, backlog=backlog)
+    """A non-blocking socket that listens at an address (port 0: any free port). An empty host, or `::`, is every
+    address of this machine."""
+    host, port = address
+    if host in ("", "::"):
+        if socket.has_dualstack_ipv6():
+            listener = socket.create_server(("::", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server(("0.0.0.0", port), backlog=backlog)
+    else:
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.create_server(place[:2], family=family, backlog=backlog)
     listener.setblocking(False)
     return listener
 
 
 def introductions(
-    listener: socket.socket, read: Callable[[], Generator[memoryview, None, T]], timeout: float
+    listener: socket.socket, greet: Greet[T], timeout: float, tls: Tls | None = None
 ) -> Generator[tuple[socket.socket, T], None, None]:
-    """Accept connections and read the first message of each, all at the same time, until the deadline.
+    """Accept connections and read the first messages of each, all at the same time, until the deadline.
 
-    Yields each connection with its message. A connection that fails or breaks the protocol is closed; so are, at the
-    end, those that have sent nothing yet."""
+    Yields each connection with what `greet` gave. A connection that fails or breaks the protocol is closed; so are, at
+    the end, those that have not introduced themselves. The listener stays open."""
     deadline = time.monotonic() + timeout
-    messages: dict[socket.socket, T] = {}
-
-    def first_message(sock: socket.socket) -> Generator[memoryview, None, None]:
-        messages[sock] = yield from read()
-
     with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
+        reception = Reception(listener.dup(), selector, greet, tls)
         try:
             while (left := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
-                    if key.data is None:
-                        sock, _ = listener.accept()
-                        sock.setblocking(False)
-                        selector.register(sock, selectors.EVENT_READ, MessageReader(sock, -1, first_message(sock)))
-                        continue
-                    sock = key.data.sock
-                    try:
-                        key.data.move()
-                        if sock not in messages:
-                            continue
-                        prepare(sock)
-                    except (StreamFailed, OSError) as error:
-                        log.warning("closed a connection: %s", error)
-                        messages.pop(sock, None)
-                        selector.unregister(sock)
-                        sock.close()
-                    else:
-                        selector.unregister(sock)
-                        yield sock, messages.pop(sock)
+                for key, _ in selector.select(min(left, PAUSE)):
+                    if arrival := reception.handle(key.data):
+                        prepare(arrival[0])
+                        yield arrival
+                reception.tick()
         finally:
-            for key in selector.get_map().values():
-                if key.data:
-                    key.data.sock.close()
+            reception.close()
 
 
-def connect(address: tuple[str, int], peer: int, hello: Hello, timeout: float) -> socket.socket:
-    """Connect to a peer's acceptor and send the hello."""
-    link = Link.connect(*address, peer, timeout)
-    link.send(frame(hello), f"connecting to {address[0]}:{address[1]}")
-    return prepare(link.socket)
+def connect(
+    address: tuple[str, int], peer: int, hello: Hello, key: bytes, timeout: float, tls: Tls | None = None
+) -> socket.socket:
+    """Connect to a peer's acceptor; both prove that they know the key of the link."""
+    operation = f"connecting to {address[0]}:{address[1]}"
+    with translate_errors(peer, operation, timeout):
+        sock = socket.create_connection(address, timeout)
+        try:
+            sock = tls.connect(sock) if tls else sock
+            introduce(sock, hello, key, timeout)
+            return prepare(sock)
+        except NotAuthenticated as error:
+            sock.close()
+            raise NotAuthenticated(f"{operation}: {error}") from None
+        except BaseException:
+            sock.close()
+            raise
+    raise AssertionError("unreachable")
 
 
 def prepare(sock: socket.socket) -> socket.socket:
@@ -142,7 +168,8 @@ def prepare(sock: socket.socket) -> socket.socket:
 
 
 @contextmanager
-def _translate_errors(peer: int, operation: str, timeout: float) -> Iterator[None]:
+def translate_errors(peer: int, operation: str, timeout: float) -> Iterator[None]:
+    """Turn errors of a socket into those of a group."""
     started = time.monotonic()
     try:
         yield
@@ -150,60 +177,3 @@ def _translate_errors(peer: int, operation: str, timeout: float) -> Iterator[Non
         raise GroupTimeout(peer, operation, timeout) from error
     except OSError as error:
         raise PeerLost(peer, operation, time.monotonic() - started, str(error)) from error
-
-
-class Link:
-    """A blocking connection to the peer with the given rank (-1: a coordinator or server).
-
-    The timeout bounds the time without any progress, so that a large transfer over a slow network does not count as a
-    stalled peer."""
-
-    def __init__(self, sock: socket.socket, peer: int, timeout: float) -> None:
-        sock.settimeout(timeout)
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.peer, self.timeout = sock, peer, timeout
-
-    @classmethod
-    def connect(cls, host: str, port: int, peer: int, timeout: float) -> Self:
-        """Connect to a peer that listens at host:port."""
-        with _translate_errors(peer, f"connecting to {host}:{port}", timeout):
-            return cls(socket.create_connection((host, port), timeout), peer, timeout)
-
-    def send(self, data: Buffer, operation: str) -> None:
-        """Send all of `data`."""
-        view = memoryview(data).cast("B")
-        with _translate_errors(self.peer, operation, self.timeout):
-            while view:
-                view = view[self.socket.send(view) :]
-
-    def receive(self, count: int, operation: str) -> bytearray:
-        """Receive exactly `count` bytes."""
-        data = bytearray(count)
-        view = memoryview(data)
-        with _translate_errors(self.peer, operation, self.timeout):
-            while view:
-                received = self.socket.recv_into(view)
-                if received == 0:
-                    raise ConnectionError("the connection was closed")
-                view = view[received:]
-        return data
-
-    def send_frame(self, payload: Buffer, operation: str) -> None:
-        """Send one frame."""
-        self.send(LENGTH.pack(len(payload)) + bytes(payload), operation)
-
-    def receive_frame(self, limit: int, operation: str) -> bytearray:
-        """Receive one frame of at most `limit` bytes; its payload."""
-        prefix = self.receive(LENGTH.size, operation)
-        try:
-            length = payload_length(prefix, limit)
-        except ProtocolError as error:
-            raise ProtocolError(f"rank {self.peer} sent in {operation}: {error}") from None
-        return self.receive(length, operation)
-
-    def close(self) -> None:
-        """Close the connection; safe to call twice, and wakes a thread that waits for it."""
-        with suppress(OSError):  # it may be closed already
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()

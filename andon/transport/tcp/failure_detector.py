@@ -16,11 +16,13 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
+from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError, peer_name
 from andon.transport.tcp.frames import Alive, Broken, Leaving, Message, decode, frame
 from andon.transport.tcp.stream import MessageReader, Stream, StreamFailed, move_all, read_frame
 
 LONGEST_MESSAGE: Final = 1 << 16
+DEAD_AFTER: Final = 5.0
+"""Seconds of silence on a heartbeat link after which a peer counts as lost."""
 GRACE: Final = 0.5
 """Seconds that a failed data connection waits for a verdict from a peer."""
 
@@ -110,8 +112,12 @@ class FailureDetector:
         if first:
             for sock in self._data:
                 with suppress(OSError):  # the peer may have closed it first
-                    sock.shutdown(socket.SHUT_RDWR)
+                    _shut_down(sock)
         return self._error(published, operation, seconds)
+
+    def abort(self, rank: int, detail: str) -> None:
+        """Make it the verdict that a rank is lost."""
+        self.publish_verdict(Broken("lost", rank, detail), "a heartbeat", 0.0)
 
     def close(self) -> None:
         """Tell the peers that this rank leaves on purpose, stop, and close all connections; safe to call twice."""
@@ -131,7 +137,7 @@ class FailureDetector:
             return PeerLost(verdict.rank, operation, seconds, verdict.detail)
         if verdict.cause == "stalled":
             return GroupTimeout(verdict.rank, operation, seconds or self.timeout, verdict.detail)
-        return ProtocolError(f"rank {verdict.rank} broke the protocol in {operation}: {verdict.detail}")
+        return ProtocolError(f"{peer_name(verdict.rank)} broke the protocol in {operation}: {verdict.detail}")
 
     def _send_to_all(self, message: Message) -> None:
         data = frame(message)
@@ -147,11 +153,22 @@ class FailureDetector:
             now = time.monotonic()
             if now >= next_heartbeat:
                 self._send_to_all(Alive(self._operations))
+                self._find_silent(now, on_time=now < next_heartbeat + 1.0)
                 next_heartbeat = now + period
             for key, _ in self._selector.select(next_heartbeat - now):
                 if key.data is None:
                     return
                 self._listen(key.data)
+
+    def _find_silent(self, now: float, on_time: bool) -> None:
+        """Publish who has been silent for too long; a detector that was itself asleep has missed what was sent."""
+        for peer in self.links:
+            if not on_time:
+                self._heard[peer] = now
+            elif now - self._heard[peer] > DEAD_AFTER and peer not in self._left and not self._verdict:
+                seconds = now - self._heard[peer]
+                verdict = Broken("lost", peer, f"it has been silent for {seconds:.1f} s")
+                self.publish_verdict(verdict, "a heartbeat", seconds)
 
     def _listen(self, peer: int) -> None:
         try:
@@ -177,3 +194,8 @@ class FailureDetector:
                 self.publish_verdict(message, "a heartbeat", 0.0)
             else:
                 raise ProtocolError(f"{type(message).__name__} does not belong on a heartbeat link")
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """End both directions of a connection, below TLS: another thread may be using it."""
+    socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -3,7 +3,7 @@
 A *frame* is a big-endian u32 length and that many bytes of payload. A *payload* is one tag byte and then the fields of
 the message, little-endian, without padding: `str` is a u32 byte count and UTF-8, `f32[]` a u64 element count and the
 floats, `u32[]` and `u64[]` a u32 count and the numbers. Tags below 0x10 are wire version 2
-(`andon.protocol2.messages`), 0x10 is the coordinator's (`andon.cluster.control`), 0x20 and above are here.
+(`andon.protocol2.messages`), 0x10 is the coordinator's (`andon.control.link`), 0x20 and above are here.
 
 Decoding trusts nothing: a count is compared with the bytes that are there before anything is allocated, and the fields
 must fill the payload exactly. Floats are views of the payload, not copies.
@@ -55,14 +55,17 @@ def message(protocol: Protocol, tag: int, *layout: str) -> Callable[[type[Any]],
     return register
 
 
-@message(TRANSPORT, 0x20, "u32", "u32", "str", "str")
+@message(TRANSPORT, 0x20, "u32", "u32", "u64", "str", "str", "str")
 class Hello(Message):
-    """Peer: "I am `rank` of `world_size`; this connection is for `channel`. You gave me this token." """
+    """Connector: "I am `rank` of `world_size` in this generation, and this connection is for `channel`. Here are my
+    nonce and the proof that I know the key of this link." """
 
     rank: int
     world_size: int
+    generation: int
     channel: str
-    token: str
+    nonce: str = ""
+    proof: str = ""
 
 
 @message(TRANSPORT, 0x21, "str", "u64", "str", "u64[]", "u64", "u64[]")
@@ -97,6 +100,20 @@ class Broken(Message):
 @message(TRANSPORT, 0x24)
 class Leaving(Message):
     """Peer: "I leave on purpose; do not take my silence for a failure." """
+
+
+@message(TRANSPORT, 0x25, "str")
+class Challenge(Message):
+    """Acceptor: "Prove that you know the key; this is my nonce." """
+
+    nonce: str
+
+
+@message(TRANSPORT, 0x26, "str")
+class Accepted(Message):
+    """Acceptor: "Your proof is right, and this is mine." """
+
+    proof: str
 
 
 def encode(message: Message) -> list[Buffer]:

@@ -14,6 +14,7 @@ all-gather on its own is exact. The order of addition is the ring's own, except 
 
 import socket
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Self
 
@@ -21,7 +22,7 @@ import torch
 
 from andon.engine.order import Order, shares
 from andon.transport.base import Group, Rendezvous, Settings, Wire, check_bounds, first_row, one_node_each, rows_of
-from andon.transport.tcp.connect import Acceptor, connect
+from andon.transport.tcp.connect import Acceptor, Channel, agree_on_keys, connect
 from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, add, on_host
 from andon.transport.tcp.failure_detector import FailureDetector
 from andon.transport.tcp.frames import Hello, announcement, difference
@@ -49,23 +50,32 @@ class RingGroup(Group):
             left, right = socket.socketpair()
             left.setblocking(False)
             return cls(rank, left, right, FailureDetector({}, [left, right], timeout), settings.wire)
+        keys, tls = settings.keys or agree_on_keys(rendezvous, settings.host), settings.tls
         with ExitStack() as undo:
-            acceptor = undo.enter_context(closing(Acceptor(settings.host, 0, size)))
-            addresses = rendezvous.exchange("ring", " ".join(map(str, (*acceptor.address, acceptor.token))))
+            acceptor = undo.enter_context(closing(Acceptor(settings.host, 0, size, keys, tls)))
+            addresses = rendezvous.exchange("ring", " ".join(map(str, acceptor.address)))
 
             def connect_to(peer: int, channel: str) -> socket.socket:
-                host, port, token = addresses[peer].split()
-                return undo.enter_context(connect((host, int(port)), peer, Hello(rank, size, channel, token), timeout))
+                host, port = addresses[peer].split()
+                hello = Hello(rank, size, keys.generation, channel)
+                return undo.enter_context(connect((host, int(port)), peer, hello, keys.of(peer), timeout, tls))
 
-            right = connect_to((rank + 1) % size, "data")
-            links = {peer: connect_to(peer, "heartbeat") for peer in range(rank)}
             from_left = ("data", (rank - 1) % size)
             expected = {from_left} | {("heartbeat", peer) for peer in range(rank + 1, size)}
-            accepted = acceptor.accept(expected, timeout)
-            acceptor.close()
+            # Both ends of a connection have something to prove, so every rank accepts and connects at the same time.
+            pool = ThreadPoolExecutor(1, "andon-accept")
+            accepting = pool.submit(acceptor.accept, expected, timeout)
+            undo.callback(_close_accepted, accepting)
+            undo.enter_context(pool)
+            undo.callback(acceptor.interrupt)
+            right = connect_to((rank + 1) % size, "data")
+            links = {peer: connect_to(peer, "heartbeat") for peer in range(rank)}
+            accepted = accepting.result()
             left = accepted.pop(from_left)
             links |= {peer: sock for (_, peer), sock in accepted.items()}
             undo.pop_all()
+        pool.shutdown()
+        acceptor.close()
         return cls(rank, left, right, FailureDetector(links, [left, right], timeout), settings.wire)
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
@@ -80,6 +90,9 @@ class RingGroup(Group):
 
     def leave(self) -> None:
         self._detector.close()
+
+    def abort(self, rank: int, detail: str) -> None:
+        self._detector.abort(rank, detail)
 
     def _reduce(self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:
         if nodes.dtype != torch.float32:
@@ -137,3 +150,10 @@ class RingGroup(Group):
             values.round()
         self._detector.run([into, out], operation)
         self.bytes_sent += values.item_size * sum(hi - lo for lo, hi in schedule.leaving)
+
+
+def _close_accepted(accepting: Future[dict[Channel, socket.socket]]) -> None:
+    """Close the connections that were accepted before the ring failed to open."""
+    if not accepting.exception():
+        for sock in accepting.result().values():
+            sock.close()

@@ -11,21 +11,19 @@ With bf16 on the wire contributions and all partial sums are rounded. An all-gat
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Final, Self
+from typing import Self
 
 import torch
 
 from andon.engine.order import Order
 from andon.transport.base import Group, Rendezvous, Settings, Wire, check_bounds, first_row, one_node_each, rows_of
+from andon.transport.keys import SERVER
 from andon.transport.tcp.connect import connect
 from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, on_host
 from andon.transport.tcp.failure_detector import FailureDetector
 from andon.transport.tcp.frames import Hello, announcement
 from andon.transport.tcp.star_pipeline import cut, is_source, is_target
 from andon.transport.tcp.stream import Incoming, Outgoing
-
-SERVER: Final = -1
-"""The rank of the server, in errors."""
 
 
 class StarGroup(Group):
@@ -45,10 +43,18 @@ class StarGroup(Group):
         """Connect to the server."""
         if settings.server is None:
             raise ValueError("transport 'star' needs the address of its server")
-        rank, size, timeout = rendezvous.rank, rendezvous.world_size, settings.timeout
+        if settings.keys is None:
+            raise ValueError("transport 'star' needs the keys of its links")
+        rank, size, timeout, keys = rendezvous.rank, rendezvous.world_size, settings.timeout, settings.keys
         with ExitStack() as undo:
-            hellos = [Hello(rank, size, channel, settings.token) for channel in ("data", "heartbeat")]
-            data, link = (undo.enter_context(connect(settings.server, SERVER, hello, timeout)) for hello in hellos)
+
+            def connect_to_server(channel: str) -> socket.socket:
+                assert settings.server is not None
+                hello = Hello(rank, size, keys.generation, channel)
+                sock = connect(settings.server, SERVER, hello, keys.of(SERVER), timeout, settings.tls)
+                return undo.enter_context(sock)
+
+            data, link = connect_to_server("data"), connect_to_server("heartbeat")
             undo.pop_all()
         return cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), settings.wire)
 
@@ -67,6 +73,9 @@ class StarGroup(Group):
 
     def leave(self) -> None:
         self._detector.close()
+
+    def abort(self, rank: int, detail: str) -> None:
+        self._detector.abort(rank, detail)
 
     def _reduce(self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:
         if nodes.dtype != torch.float32:

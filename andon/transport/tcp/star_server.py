@@ -3,45 +3,50 @@
 All ranks announce the same operation; then its pieces pass through (`andon.transport.tcp.star_pipeline`).
 """
 
+import math
 import select
 import socket
 from collections import Counter
 from collections.abc import Generator
 from contextlib import closing, suppress
-from typing import Final
+from typing import Final, Literal
 
 from andon.engine.order import order_of_ranges
 from andon.transport.base import ProtocolError, are_bounds
+from andon.transport.keys import LinkKeys
 from andon.transport.tcp.connect import Acceptor
+from andon.transport.tcp.entrance.tls import Tls
 from andon.transport.tcp.failure_detector import FailureDetector
 from andon.transport.tcp.frames import Operation, decode
 from andon.transport.tcp.star_pipeline import Pipeline, PipelineBuffers
 from andon.transport.tcp.stream import MessageReader, read_frame
 
-JOIN_SECONDS: Final = 600.0
-"""How long to wait for the ranks, which may take much longer to start than an operation may stall."""
 LONGEST_ANNOUNCEMENT: Final = 1 << 20
-MOST_SLOTS: Final = 1 << 20
+MOST_SLOTS: Final = 1 << 16
+MOST_ELEMENTS: Final = 1 << 35
+"""Of one operation: more than any model here has parameters, and few enough to keep count of their pieces."""
 KINDS: Final = {"all-reduce": ("float32", "bf16"), "reduce-scatter": ("float32", "bf16"), "all-gather": ("uint8",)}
 
 
 class StarServer:
-    """Serves `world_size` ranks at `bind` (port 0: any free port); ranks must show the token."""
+    """Serves `world_size` ranks at `bind` (port 0: any free port); `keys` are those of rank `SERVER`."""
 
-    def __init__(self, bind: tuple[str, int], world_size: int, timeout: float, token: str = "") -> None:
+    def __init__(
+        self, bind: tuple[str, int], world_size: int, timeout: float, keys: LinkKeys, tls: Tls | None = None
+    ) -> None:
         self.world_size, self.timeout = world_size, timeout
-        self._acceptor = Acceptor(*bind, world_size, token)
+        self._acceptor = Acceptor(*bind, world_size, keys, tls)
         self.address = self._acceptor.address
         self._closed = False
         self._buffers = PipelineBuffers(1)
         self._sockets: list[socket.socket] = []
 
     def serve(self) -> None:
-        """Wait for the ranks and serve them until all have left; raises what breaks the group."""
+        """Wait for the ranks, as long as it takes, and serve them until all have left; raises what breaks the group."""
         ranks = range(self.world_size)
         expected = {(channel, rank) for channel in ("data", "heartbeat") for rank in ranks}
         try:
-            came = self._acceptor.accept(expected, JOIN_SECONDS)
+            came = self._acceptor.accept(expected, math.inf)
         except OSError:
             if not self._closed:
                 raise
@@ -72,8 +77,11 @@ class StarServer:
         while waiting:
             for descriptor, _ in poll.poll():
                 rank = waiting[descriptor]
-                if _peek(self._sockets[rank]):
+                state = _peek(self._sockets[rank])
+                if state == "data":
                     return True
+                if state == "nothing":
+                    continue
                 if self._closed:
                     return False
                 if not detector.has_left(rank):
@@ -116,6 +124,8 @@ def checked_operation(payload: bytes, world_size: int) -> Operation:
         raise ProtocolError(f"{type(operation).__name__} instead of an operation")
     if operation.wire not in KINDS.get(operation.name, ()):
         raise ProtocolError(f"there is no {operation.name!r} of {operation.wire!r}")
+    if operation.count > MOST_ELEMENTS:
+        raise ProtocolError(f"{operation.count:,} elements are more than {MOST_ELEMENTS:,}")
     parts = 1 if operation.name == "all-reduce" else world_size
     if not are_bounds(operation.bounds, operation.count, parts):
         raise ProtocolError("its bounds do not cut up its elements")
@@ -125,9 +135,11 @@ def checked_operation(payload: bytes, world_size: int) -> Operation:
     return operation
 
 
-def _peek(sock: socket.socket) -> bool:
-    """Whether a readable socket has data, rather than its end."""
+def _peek(sock: socket.socket) -> Literal["data", "nothing", "end"]:
+    """What a readable socket has for its reader; TLS may have read a message of its own."""
     try:
-        return bool(sock.recv(1, socket.MSG_PEEK))
+        return "data" if sock.recv(1, socket.MSG_PEEK) else "end"
+    except BlockingIOError:
+        return "nothing"
     except OSError:
-        return False
+        return "end"

@@ -1,0 +1,1 @@
+"""The control plane: the coordinator of a run and its clients."""

@@ -1,0 +1,178 @@
+"""The control link: JSON messages between the coordinator and a worker, after both have proved that they know the
+run's token (`andon.transport.tcp.entrance.handshake`).
+
+One frame per message (tag 0x10, then a JSON object with its `kind`); bytes of a file are a frame of their own (tag
+0x11). The dialogue:
+  worker       hello    "here I am: this version, host, machine and process"
+  coordinator  job      "this is the whole configuration, and the digest of the data"
+  worker       fetch    "I have no data with this digest: send it"
+  coordinator  file     "a file of this name and size follows"   (with size -1: that was the last one)
+  worker       ready    "I have data with this digest"
+  coordinator  welcome  "you are this rank of so many in this generation; these are the keys of your links"
+                        (or refused, with the reason, at any point before)
+  coordinator  begin    "all ranks are here: these are their hosts, and this is your address"
+  worker       value    "my value for this topic of the rendezvous is …"  (addresses, when a group is formed)
+  coordinator  values   "these are everyone's values, by rank"
+  worker       store    "set, get, check or add to a key of torch's store"
+  coordinator  stored   "the answer to that request"
+  worker       event    "this happened" (see andon.run.events)
+  worker       failed   "I must stop, and this is why"
+  coordinator  lost     "this rank is dead"
+  coordinator  stop     "save and leave after this step"
+  worker       bye      "I am done, with this exit code"
+  both         alive    "I am here"   (every second; a worker adds what its last step took)
+
+A link is never waited for: what is sent waits in a queue of limited size until the peer takes it.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections import deque
+from typing import Any, Final
+
+from andon.errors import shown
+from andon.transport.base import ProtocolError
+from andon.transport.tcp.frames import LENGTH, payload_length
+
+TAG: Final = 0x10
+FILE_TAG: Final = 0x11
+LONGEST: Final = 1 << 20
+"""Bytes of one message."""
+MOST_WAITING: Final = 8 << 20
+"""Bytes that may wait for a peer that does not read."""
+HEARTBEAT: Final = 1.0
+"""Seconds between signs of life."""
+DEAD_AFTER: Final = 5.0
+"""Seconds of silence after which a peer counts as dead."""
+CHUNK: Final = 1 << 16
+
+Message = dict[str, Any]
+Fields = dict[str, type | tuple[type, ...]]
+MAYBE_INT: Final = (int, type(None))
+FROM_WORKER: Final[dict[str, Fields]] = {
+    "alive": {},
+    "hello": {"version": str, "host": str, "machine": str, "pid": int, "rank": MAYBE_INT},
+    "fetch": {},
+    "ready": {"data": str, "folder": str},
+    "value": {"topic": str, "value": str},
+    "store": {"id": int, "operation": str, "key": str, "value": str},
+    "event": {"event": dict},
+    "failed": {"what": str, "cause": str, "remedy": str},
+    "bye": {"code": int},
+}
+FROM_COORDINATOR: Final[dict[str, Fields]] = {
+    "alive": {},
+    "job": {"data": str},
+    "file": {"name": str, "size": int},
+    "refused": {"reason": str},
+    "welcome": {"rank": int, "world_size": int, "generation": int, "keys": dict},
+    "begin": {"hosts": list, "host": str, "local_rank": int},
+    "values": {"topic": str, "values": list},
+    "stored": {"id": int, "value": str},
+    "lost": {"rank": int, "host": str, "why": str},
+    "stop": {},
+}
+"""What every message of a kind says."""
+
+
+class ControlLink:
+    """Messages over one connection; any thread may queue them, one thread reads and writes."""
+
+    def __init__(self, sock: socket.socket, allowed: dict[str, Fields]) -> None:
+        sock.setblocking(False)
+        self.socket, self.allowed = sock, allowed
+        self.local: str = plain_address(sock.getsockname()[0])
+        self.remote: str = plain_address(sock.getpeername()[0])
+        self.heard = time.monotonic()
+        self.waiting = 0
+        """Bytes that were queued and not sent yet."""
+        self._queue: deque[memoryview] = deque()
+        self._lock = threading.Lock()  # of the queue; never held while something is sent
+        self._received = bytearray()
+
+    def queue(self, kind: str, **fields: Any) -> None:
+        """Send a message when the peer takes it."""
+        self.queue_frame(bytes([TAG]) + json.dumps({"kind": kind, **fields}).encode())
+
+    def queue_frame(self, payload: bytes) -> None:
+        """Send a frame when the peer takes it."""
+        data = LENGTH.pack(len(payload)) + payload
+        with self._lock:
+            self._queue.append(memoryview(data))
+            self.waiting += len(data)
+
+    def write(self) -> None:
+        """Send what the peer takes now; `ProtocolError` if it has not taken anything for too long."""
+        while self._queue:
+            data = self._queue[0]
+            try:
+                count = self.socket.send(data)
+            except BlockingIOError:
+                break
+            with self._lock:
+                self.waiting -= count
+                if count == len(data):
+                    self._queue.popleft()
+                else:
+                    self._queue[0] = data[count:]
+        if self.waiting > MOST_WAITING:
+            raise ProtocolError(f"it does not read: {self.waiting:,} bytes wait for it")
+
+    def read(self) -> list[Message | bytes]:
+        """The messages that have arrived; bytes are part of a file."""
+        found: list[Message | bytes] = []
+        for _ in range(16):  # then others get their turn
+            try:
+                data = self.socket.recv(CHUNK)
+            except BlockingIOError:
+                break
+            if not data:
+                if not found:
+                    raise ConnectionError("its connection was closed")
+                break
+            self.heard = time.monotonic()
+            self._received += data
+            found += self._whole_frames()
+        return found
+
+    def _whole_frames(self) -> list[Message | bytes]:
+        found: list[Message | bytes] = []
+        start, received = 0, self._received
+        while len(received) - start >= LENGTH.size:
+            end = start + LENGTH.size + payload_length(received[start : start + LENGTH.size], LONGEST)
+            if len(received) < end:
+                break
+            found.append(self._decode(bytes(received[start + LENGTH.size : end])))
+            start = end
+        del received[:start]
+        return found
+
+    def _decode(self, payload: bytes) -> Message | bytes:
+        if payload[0] == FILE_TAG and "file" in self.allowed:
+            return payload[1:]
+        if payload[0] != TAG:
+            raise ProtocolError(f"it sent tag 0x{payload[0]:02x}, not 0x{TAG:02x}")
+        try:
+            message = json.loads(payload[1:])
+        except (ValueError, RecursionError):
+            raise ProtocolError("it sent a message that is not JSON") from None
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+            raise ProtocolError("it sent a message without a kind")
+        fields = self.allowed.get(message["kind"])
+        if fields is None:
+            raise ProtocolError(f"it sent a message of unknown kind {shown(message['kind'])}")
+        for name, kind in fields.items():
+            if not isinstance(message.get(name), kind) or isinstance(message.get(name), bool):
+                raise ProtocolError(f"it sent '{message['kind']}' with {name} = {shown(message.get(name))}")
+        return message
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close()
+
+
+def plain_address(address: str) -> str:
+    """An address as others can use it: a v4 address that an IPv6 socket shows is a v4 address."""
+    return address.removeprefix("::ffff:") if "." in address else address

@@ -1,0 +1,156 @@
+"""The loop: one thread that moves all control links of a process.
+
+It sends a heartbeat on every link once a second. A link is lost when its connection ends, when its peer has been silent
+for `DEAD_AFTER` seconds, or when it breaks the protocol. A loop that was itself asleep (a stopped process) has missed
+what was sent, and gives everyone another `DEAD_AFTER` seconds.
+"""
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from andon.control.link import DEAD_AFTER, HEARTBEAT, ControlLink, Message
+from andon.transport.base import ProtocolError
+
+
+class Owner(Protocol):
+    """Whom the loop tells; all of it in the loop's own thread."""
+
+    def on_message(self, link: ControlLink, message: Message | bytes) -> None:
+        """A message has arrived."""
+        ...
+
+    def on_lost(self, link: ControlLink, why: str) -> None:
+        """A link has ended; the loop has dropped it."""
+        ...
+
+    def on_ready(self, data: Any) -> None:
+        """Something else that the owner has registered is ready."""
+        ...
+
+    def on_tick(self) -> None:
+        """Called about once a second, and after `wake`."""
+        ...
+
+    def status(self) -> Message:
+        """What a heartbeat says besides."""
+        ...
+
+
+class Loop:
+    """Reads, writes and watches links in a thread of its own."""
+
+    def __init__(self, owner: Owner, name: str) -> None:
+        self.owner = owner
+        self.selector = selectors.DefaultSelector()
+        self.links: set[ControlLink] = set()
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self.selector.register(self._woken, selectors.EVENT_READ, self)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def add(self, link: ControlLink) -> None:
+        """Move a link; in the loop's thread, or before `start`."""
+        self.links.add(link)
+        self.selector.register(link.socket, selectors.EVENT_READ, link)
+        self._read(link)  # TLS may have read ahead
+
+    def drop(self, link: ControlLink) -> None:
+        """Close a link, after a last attempt to send what waits; in the loop's thread."""
+        if link in self.links:
+            self.links.remove(link)
+            self.selector.unregister(link.socket)
+            with suppress(OSError, ProtocolError):
+                link.write()
+            link.close()
+
+    def wake(self) -> None:
+        """Have the thread send what was queued; any thread, and any signal handler, may call it."""
+        with suppress(OSError):  # full: it will wake anyway; closed: it has ended
+            self._wake.send(b"\0")
+
+    def close(self, seconds: float = 2.0) -> None:
+        """End the thread, once what was queued is sent or the time is up; safe to call twice."""
+        until = time.monotonic() + seconds
+        self.wake()
+        while self._thread.is_alive() and any(link.waiting for link in list(self.links)) and time.monotonic() < until:
+            time.sleep(0.005)
+        self._closed = True
+        self.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        next_tick = time.monotonic()
+        while not self._closed:
+            now = time.monotonic()
+            if now >= next_tick:
+                self._tick(now, late=now - next_tick)
+                next_tick = now + HEARTBEAT
+            for key, events in self.selector.select(max(0.0, next_tick - time.monotonic())):
+                self._handle(key.data, events)
+            for link in list(self.links):
+                self._write(link)
+        for link in list(self.links):
+            self.drop(link)
+        self.selector.close()
+        self._wake.close()
+        self._woken.close()
+
+    def _handle(self, data: Any, events: int) -> None:
+        if data is self:
+            with suppress(BlockingIOError):
+                self._woken.recv(1 << 16)
+            self.owner.on_tick()
+        elif not isinstance(data, ControlLink):
+            self.owner.on_ready(data)
+        elif events & selectors.EVENT_READ:
+            self._read(data)
+
+    def _tick(self, now: float, late: float) -> None:
+        for link in list(self.links):
+            if late > HEARTBEAT:
+                link.heard = now
+            elif now - link.heard > DEAD_AFTER:
+                self._lose(link, f"it has been silent for {now - link.heard:.1f} s")
+                continue
+            link.queue("alive", **self.owner.status())
+        self.owner.on_tick()
+
+    def _read(self, link: ControlLink) -> None:
+        def read() -> None:
+            for message in link.read():
+                if link in self.links:
+                    self.owner.on_message(link, message)
+
+        self._guarded(link, read)
+
+    def _write(self, link: ControlLink) -> None:
+        if link.waiting:
+            self._guarded(link, link.write)
+        if link in self.links:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.waiting else 0)
+            if self.selector.get_key(link.socket).events != wanted:
+                self.selector.modify(link.socket, wanted, link)
+
+    def _guarded(self, link: ControlLink, work: Callable[[], None]) -> None:
+        if link not in self.links:
+            return
+        try:
+            work()
+        except (ProtocolError, OSError) as error:
+            self._lose(link, error.strerror or str(error) if isinstance(error, OSError) else str(error))
+
+    def _lose(self, link: ControlLink, why: str) -> None:
+        self.drop(link)
+        self.owner.on_lost(link, why)

@@ -1,0 +1,55 @@
+"""Stragglers: a synchronous step is as slow as its slowest rank, so the coordinator says which one that is.
+
+With its heartbeat every worker says how long forward and backward of its last step took. A rank that takes much longer
+than the median of all, several heartbeats in a row, is named; again only when that has passed in between.
+"""
+
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Final
+
+from andon.control.link import Message
+from andon.control.members import Worker
+from andon.run.events import Event
+
+SLOW: Final = 1.5
+"""How many times the median counts as slow."""
+IN_A_ROW: Final = 5
+SHORTEST_MS: Final = 20.0
+"""Differences within shorter steps are noise."""
+
+
+class Stragglers:
+    """Watches what the ranks' steps take; `say` tells the user."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._slow: dict[int, int] = {}
+        self._step = 0
+
+    @property
+    def at_step(self) -> str:
+        """Where the run is, as part of a sentence."""
+        return f" after step {self._step:,}" if self._step else ""
+
+    def follow(self, event: Event) -> None:
+        """Learn from rank 0's events where the run is."""
+        if event["event"] == "step":
+            self._step = event["step"]
+
+    def hear(self, worker: Worker, alive: Message, everyone: Iterable[Worker]) -> None:
+        """A worker's heartbeat, with what its last step took."""
+        took = alive.get("compute_ms")
+        if not isinstance(took, int | float) or worker.rank < 0:
+            return
+        worker.compute_ms = float(took)
+        others = [other.compute_ms for other in everyone if other.rank >= 0 and other is not worker]
+        usual = median(others) if others else 0.0
+        if usual < SHORTEST_MS or worker.compute_ms < SLOW * usual:
+            self._slow.pop(worker.rank, None)
+            return
+        self._slow[worker.rank] = self._slow.get(worker.rank, 0) + 1
+        if self._slow[worker.rank] == IN_A_ROW:
+            slower = worker.compute_ms / usual
+            text = f"{worker.name} is slow: forward and backward take it {worker.compute_ms:.0f} ms"
+            self._say(f"{text}, {slower:.1f} × the others; they wait for it in every step")
