@@ -1,21 +1,33 @@
-"""`andon coordinator` and `andon worker` as separate processes: one answer, and refusals with the reason."""
+"""`andon coordinator` and `andon worker` as separate processes: one answer, deaths that are named, clean ends."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
-import struct
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, andon, start, summary, train, wait_for_step
+from andon.control.client import join
+from andon.control.coordinator import Coordinator
+from andon.control.token import Credentials
+from tests.group_harness import busy
+from tests.runs import SMALL, andon, events, start, summary, train, wait_for_step
 
 STEPS = ["--train.steps=8"]
+TOKEN = "the token of the tests"
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANDON_TOKEN", TOKEN)
 
 
 @contextmanager
@@ -33,74 +45,121 @@ def coordinating(cwd: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[
         process.communicate()
 
 
+def end(process: subprocess.Popen[str], timeout: float = 90) -> str:
+    """What a process still prints until it ends."""
+    return process.communicate(timeout=timeout)[0]
+
+
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
     digest: str = train(*STEPS, cwd=tmp_path_factory.mktemp("alone"))["weights_blake3"]
     return digest
 
 
-@pytest.mark.parametrize(("transport", "workers"), [("star", 3), ("ring", 2)])
+@pytest.mark.parametrize(("transport", "workers"), [("star", 3), ("ring", 2), ("torch", 2)])
 def test_workers_started_by_hand_give_the_answer(tmp_path: Path, answer: str, transport: str, workers: int) -> None:
     options = [f"--workers={workers}", f"--group.transport={transport}"]
     with coordinating(tmp_path, *options) as (coordinator, address):
         started = [start("worker", address, cwd=tmp_path) for _ in range(workers)]
-        outputs = [worker.communicate(timeout=90)[0] for worker in started]
+        outputs = [end(worker) for worker in started]
         assert [worker.returncode for worker in started] == [0] * workers, outputs
-        output, _ = coordinator.communicate(timeout=30)
+        output = end(coordinator, 30)
         assert coordinator.returncode == 0, output
     assert summary(tmp_path / "run")["weights_blake3"] == answer
     assert summary(tmp_path / "run")["transport"] == transport
+    assert not any(TOKEN in text for text in (output, *outputs))
 
 
-def test_a_worker_with_other_data_is_refused_with_the_reason_and_another_takes_its_place(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("One two three four five. " * 400)
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "text.txt").write_text("Six seven eight nine ten. " * 400)
-    with coordinating(tmp_path, "text.txt", "--workers=1", "--group.transport=ring") as (coordinator, address):
-        code, output = andon("worker", address, cwd=other)
-        assert code == 1 and "its tokens are not the coordinator's" in output, output
-        code, output = andon("worker", address, cwd=tmp_path)
-        assert code == 0, output
-        said, _ = coordinator.communicate(timeout=30)
-        assert coordinator.returncode == 0 and "was refused: its tokens are not" in said
-
-
-def test_a_worker_of_another_version_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with coordinating(tmp_path, "--workers=1") as (_, address):
-        host, port = address.split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
-            hello = b"\x10" + json.dumps({"kind": "hello", "version": "9.9.9", "host": "elsewhere"}).encode()
-            connection.sendall(struct.pack(">I", len(hello)) + hello)
-            (length,) = struct.unpack(">I", connection.recv(4))
-            answer = json.loads(connection.recv(length)[1:])
-    assert answer["kind"] == "refused" and "it runs 9.9.9" in answer["reason"]
-
-
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x05\x10null", b"\xff" * 64, b""])
-def test_noise_at_the_door_does_no_harm(tmp_path: Path, answer: str, noise: bytes) -> None:
-    with coordinating(tmp_path, "--workers=1", "--group.transport=ring") as (coordinator, address):
-        host, port = address.split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(noise)
-        code, output = andon("worker", address, cwd=tmp_path)
-        assert code == 0, output
-        coordinator.communicate(timeout=30)
+def test_a_worker_that_starts_first_waits_and_says_so(tmp_path: Path, answer: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+    worker = start("worker", place, cwd=tmp_path)
+    assert worker.stdout is not None
+    assert f"Waiting up to 600 s for the coordinator at {place}" in worker.stdout.readline()
+    with coordinating(tmp_path, "--workers=1", f"--bind={place}") as (coordinator, _):
+        assert end(worker) and worker.returncode == 0
+        end(coordinator, 30)
     assert summary(tmp_path / "run")["weights_blake3"] == answer
 
 
-def test_workers_join_over_ipv6(tmp_path: Path, answer: str) -> None:
+def test_a_worker_gives_up_on_a_coordinator_that_does_not_come(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code, output = andon("worker", f"127.0.0.1:{port}", "--wait=0.5", cwd=tmp_path)
+    assert code == 1 and "cannot be reached" in output and "Traceback" not in output, output
+
+
+def test_data_comes_from_the_coordinator_once_and_then_from_the_cache(tmp_path: Path) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    home.mkdir()
+    away.mkdir()
+    (home / "text.txt").write_text("One two three four five. " * 400)
+    (away / "text.txt").write_text("Another text of the same name. " * 400)
+    hidden = home / "cache"
+    for how in ("receiving it from the coordinator", "from the cache"):
+        options = ["text.txt", "--workers=2", "--group.transport=ring", f"--data.cache={hidden}", "--resume=none"]
+        with coordinating(home, *options) as (coordinator, address):
+            hidden.chmod(0o700)
+            near = start("worker", address, cwd=home)
+            far = start("worker", address, cwd=away)
+            output = end(far)
+            assert far.returncode == 0 and end(near) and near.returncode == 0, output
+            assert end(coordinator, 30) and coordinator.returncode == 0
+        if os.getuid():  # root sees every folder
+            assert how in output
+    assert len(list((away / "cache" / "andon").glob("received-*"))) == (1 if os.getuid() else 0)
+
+
+def test_a_worker_in_another_folder_takes_part_and_writes_nothing(tmp_path: Path, answer: str) -> None:
+    away = tmp_path / "away"
+    away.mkdir()
+    options = ["--workers=2", "--group.transport=ring", "--checkpoint.every=2"]
+    with coordinating(tmp_path, *options) as (coordinator, address):
+        far = start("worker", address, cwd=away)
+        assert far.stdout is not None
+        while "Rank 1 of 2" not in far.stdout.readline():
+            assert far.poll() is None
+        near = start("worker", address, cwd=tmp_path)
+        assert end(near) and near.returncode == 0 and end(far) and far.returncode == 0
+        end(coordinator, 30)
+    assert summary(tmp_path / "run")["weights_blake3"] == answer
+    assert {path.name for path in away.iterdir()} <= {"cache"}
+
+
+def test_nobody_who_sees_no_folder_becomes_rank_0(tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    away.mkdir()
+    with coordinating(tmp_path, "--workers=1") as (_, address):
+        code, output = andon("worker", address, cwd=away)
+        assert code == 1 and "rank 0 is left" in output and "--folder" in output, output
+        code, output = andon("worker", address, f"--folder={tmp_path}", cwd=away)
+        assert code == 0, output
+
+
+@pytest.mark.parametrize("transport", ["star", "ring"])
+def test_workers_join_over_ipv6_and_by_name(tmp_path: Path, answer: str, transport: str) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no ::1")
-    with coordinating(tmp_path, "--workers=2", "--group.transport=star", "--bind=[::1]:0") as (coordinator, address):
+    options = ["--workers=2", f"--group.transport={transport}", "--bind=[::1]:0"]
+    with coordinating(tmp_path, *options) as (coordinator, address):
         assert address.startswith("[::1]:")
-        started = [start("worker", address, cwd=tmp_path) for _ in range(2)]
-        outputs = [worker.communicate(timeout=90)[0] for worker in started]
-        assert [worker.returncode for worker in started] == [0, 0], outputs
-        coordinator.communicate(timeout=30)
+        workers = [start("worker", address, cwd=tmp_path) for _ in range(2)]
+        outputs = [end(worker) for worker in workers]
+        assert [worker.returncode for worker in workers] == [0, 0], outputs
+        end(coordinator, 30)
     assert summary(tmp_path / "run")["weights_blake3"] == answer
+    with coordinating(tmp_path, "--workers=1", "--bind=localhost", "--resume=none") as (coordinator, address):
+        code, output = andon("worker", "localhost:" + address.rpartition(":")[2], cwd=tmp_path)
+        assert code == 0, output
+        end(coordinator, 30)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:70000", "127.0.0.1:²", f"127.0.0.1:{'1' * 5000}", "a b", "[::1", ""])
+def test_what_is_no_address_is_refused(tmp_path: Path, address: str) -> None:
+    code, output = andon("worker", address, cwd=tmp_path)
+    assert code == 1 and "is not an address" in output and "Traceback" not in output, output
 
 
 @pytest.mark.parametrize("transport", ["star", "ring"])
@@ -112,67 +171,76 @@ def test_an_address_that_cannot_be_bound_is_named(tmp_path: Path, transport: str
     *_, what, cause, remedy = output.splitlines()
     assert (code, what, cause) == (1, f"The coordinator cannot listen at {taken}", "Address already in use"), output
     assert "--bind" in remedy
-    code, output = andon("coordinator", *options, "--bind=192.0.2.1:0", "--insecure", cwd=tmp_path)
+    code, output = andon("coordinator", *options, "--bind=192.0.2.1:0", cwd=tmp_path)
     assert code == 1 and "cannot listen at 192.0.2.1" in output and "Traceback" not in output, output
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:70000", "127.0.0.1:²", f"127.0.0.1:{'1' * 5000}"])
-def test_what_is_no_address_is_refused(tmp_path: Path, address: str) -> None:
-    code, output = andon("worker", address, cwd=tmp_path)
-    assert code == 1 and "is not an address" in output and "Traceback" not in output, output
+@pytest.mark.parametrize("joined", [0, 1])
+def test_sigterm_ends_a_coordinator_that_still_waits_and_its_workers(tmp_path: Path, joined: int) -> None:
+    with coordinating(tmp_path, "--workers=2") as (coordinator, address):
+        workers = [start("worker", address, cwd=tmp_path) for _ in range(joined)]
+        for worker in workers:
+            assert worker.stdout is not None
+            while "waiting until all have joined" not in worker.stdout.readline():
+                assert worker.poll() is None
+        coordinator.send_signal(signal.SIGTERM)
+        output = end(coordinator, 10 * busy())
+        assert coordinator.returncode == 4, output
+        for worker in workers:
+            assert "before the run began" in end(worker, 10 * busy()) and worker.returncode == 4
 
 
-def test_binding_off_loopback_needs_a_word(tmp_path: Path) -> None:
-    code, output = andon("coordinator", *SMALL, "--bind=0.0.0.0:0", cwd=tmp_path)
-    assert code == 1 and "Workers are not authenticated" in output and "--insecure" in output, output
+LONG = ["--train.steps=100000", "--group.timeout=60"]
 
 
-def test_a_coordinator_that_is_not_there(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    code, output = andon("worker", f"127.0.0.1:{port}", cwd=tmp_path)
-    assert code == 1 and "cannot be reached" in output, output
+@pytest.mark.parametrize("transport", ["star", "ring", "torch"])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_survivor_names_who_died_and_the_coordinator_ends(
+    tmp_path: Path, transport: str, sign: signal.Signals
+) -> None:
+    with coordinating(tmp_path, "--workers=3", f"--group.transport={transport}", *LONG) as (coordinator, address):
+        workers = [start("worker", address, cwd=tmp_path) for _ in range(3)]
+        wait_for_step(tmp_path / "run", 2, coordinator)
+        ranks = {event["pid"]: event["rank"] for event in events(tmp_path / "run", "worker")}
+        victim, *others = workers
+        victim.send_signal(sign)
+        began = time.monotonic()
+        limit = 1.0 if sign == signal.SIGKILL else 6.0
+        outputs = [end(other, 30) for other in others]
+        assert time.monotonic() - began < (limit + 0.5) * busy()  # they also end
+        died = f"rank {ranks[victim.pid]} on {socket.gethostname()} was lost during"
+        assert all(died in output and "Traceback" not in output for output in outputs), outputs
+        output = end(coordinator, 20)
+        assert coordinator.returncode == 1 and f"ank {ranks[victim.pid]} on" in output and "was lost" in output, output
+        victim.kill()
 
 
-def test_a_worker_that_is_lost_is_not_a_success(tmp_path: Path) -> None:
-    options = ["--workers=2", "--group.transport=ring", "--train.steps=100000"]
-    with coordinating(tmp_path, *options) as (coordinator, address):
+def test_a_coordinator_that_dies_ends_its_workers_with_a_sentence(tmp_path: Path) -> None:
+    with coordinating(tmp_path, "--workers=2", "--group.transport=ring", *LONG) as (coordinator, address):
         workers = [start("worker", address, cwd=tmp_path) for _ in range(2)]
         wait_for_step(tmp_path / "run", 2, coordinator)
+        coordinator.kill()
         for worker in workers:
-            worker.kill()
-        output, _ = coordinator.communicate(timeout=60)
-    assert coordinator.returncode == 1 and "was lost" in output, output
+            output = end(worker, 20)
+            assert worker.returncode == 1 and "the coordinator at 127.0.0.1 was lost" in output, output
 
 
-JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark"}
+def test_a_coordinator_resumes_where_its_run_was_stopped(tmp_path: Path, answer: str) -> None:
+    options = ["--workers=2", "--group.transport=star", "--checkpoint.every=2"]
+    for resume in ("auto", "none"):
+        with coordinating(tmp_path, *options, f"--resume={resume}") as (coordinator, address):
+            workers = [start("worker", address, cwd=tmp_path) for _ in range(2)]
+            assert all(end(worker) and worker.returncode == 0 for worker in workers)
+            end(coordinator, 30)
+        assert summary(tmp_path / "run")["weights_blake3"] == answer
+    assert (tmp_path / "run.1").exists()  # --resume none moves the earlier run aside
 
 
-class PlainWorker:
-    """A worker of which only the control link is there, spoken by hand."""
+JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark", "tokens": "nowhere"}
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        from andon import __version__
 
-        self.socket = socket.create_connection(address, timeout=30)
-        self.send("hello", version=__version__, host="here", pid=1, rank=None)
-        assert self.receive() == "job"
-        self.send("ready", data="digest", folder="mark")
-        assert self.receive() == "welcome"
-
-    def send(self, kind: str, **fields: object) -> None:
-        payload = b"\x10" + json.dumps({"kind": kind, **fields}).encode()
-        self.socket.sendall(struct.pack(">I", len(payload)) + payload)
-
-    def receive(self) -> object:
-        (length,) = struct.unpack(">I", self._read(4))
-        return json.loads(self._read(length)[1:])["kind"]
-
-    def _read(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            data += self.socket.recv(count - len(data))
-        return data
+def credentials() -> Credentials:
+    return Credentials(TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -184,25 +252,44 @@ class PlainWorker:
         ([4, 4], 4, []),
         ([4, 0], 4, []),
         ([4, 3], 3, []),
-        ([4, None], 1, ["Rank 1 was lost"]),
-        ([0, None], 1, ["Rank 1 was lost"]),
-        ([None, 0], 1, ["Rank 0 was lost"]),
+        ([4, None], 1, ["Rank 1 on"]),
+        ([0, None], 1, ["Rank 1 on"]),
+        ([None, 0], 1, ["Rank 0 on"]),
     ],
 )
 def test_the_worst_end_of_a_worker_is_the_end_of_the_run(
     ends: list[int | None], code: int, failures: list[str]
 ) -> None:
     """None: its connection ends without a goodbye."""
-    from andon.cluster.coordinator import Coordinator
-
-    with closing(Coordinator(JOB, 2, lambda event: None)) as coordinator:
-        workers = [PlainWorker(coordinator.address) for _ in ends]
-        for worker in workers:
-            worker.send("value", topic="addresses", value="here")
-        assert [worker.receive() for worker in workers] == ["values", "values"]
-        for worker, end in zip(workers, ends, strict=True):
-            if end is not None:
-                worker.send("bye", code=end)
-            worker.socket.close()
+    with closing(Coordinator(JOB, 2, lambda event: None, credentials())) as coordinator:
+        clients = [join(coordinator.address, TOKEN, rank)[1] for rank in range(2)]
+        for client in clients:
+            client.enter({"data": "digest", "folder": "mark"})
+        assert all(client.wait_for_all() for client in clients)
+        for client, how in zip(clients, ends, strict=True):
+            client._leaving = True  # it must not end the tests when the other one is lost
+            if how is None:
+                client.close()
+            else:
+                client.leave(how)
         assert coordinator.wait() == code
-        assert [failure.what for failure in coordinator.failures] == failures
+        assert [
+            failure.what[: len(name)] for failure, name in zip(coordinator.failures, failures, strict=True)
+        ] == failures
+
+
+def test_a_rank_that_is_lost_before_the_run_begins_is_free_again() -> None:
+    said: list[str] = []
+    with closing(Coordinator(JOB, 2, lambda event: said.append(json.dumps(event)), credentials())) as coordinator:
+        first, second, third = (join(coordinator.address, TOKEN, None)[1] for _ in range(3))
+        first.enter({"data": "digest", "folder": "mark"})
+        first.close()
+        until = time.monotonic() + 10
+        while not any("was lost before the run began" in line for line in said) and time.monotonic() < until:
+            time.sleep(0.01)
+        for client in (second, third):
+            client.enter({"data": "digest", "folder": "mark"})
+        assert second.wait_for_all() and {second.rank, third.rank} == {0, 1}
+        for client in (second, third):
+            client.leave(0)
+        assert coordinator.wait() == 0

@@ -11,10 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from andon.control.link import DEAD_AFTER, HEARTBEAT, ControlLink, Message
 from andon.transport.base import ProtocolError
+
+TURN: Final = 0.2
+"""Seconds after which the thread looks for silent peers, if nothing else wakes it."""
 
 
 class Owner(Protocol):
@@ -91,13 +94,15 @@ class Loop:
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        next_tick = time.monotonic()
+        next_heartbeat = last_turn = time.monotonic()
         while not self._closed:
             now = time.monotonic()
-            if now >= next_tick:
-                self._tick(now, late=now - next_tick)
-                next_tick = now + HEARTBEAT
-            for key, events in self.selector.select(max(0.0, next_tick - time.monotonic())):
+            self._find_silent(now, was_asleep=now - last_turn > HEARTBEAT)
+            last_turn = now
+            if now >= next_heartbeat:
+                self._send_heartbeats()
+                next_heartbeat = now + HEARTBEAT
+            for key, events in self.selector.select(TURN):
                 self._handle(key.data, events)
             for link in list(self.links):
                 self._write(link)
@@ -117,13 +122,15 @@ class Loop:
         elif events & selectors.EVENT_READ:
             self._read(data)
 
-    def _tick(self, now: float, late: float) -> None:
+    def _find_silent(self, now: float, was_asleep: bool) -> None:
         for link in list(self.links):
-            if late > HEARTBEAT:
+            if was_asleep:
                 link.heard = now
             elif now - link.heard > DEAD_AFTER:
                 self._lose(link, f"it has been silent for {now - link.heard:.1f} s")
-                continue
+
+    def _send_heartbeats(self) -> None:
+        for link in self.links:
             link.queue("alive", **self.owner.status())
         self.owner.on_tick()
 

@@ -23,6 +23,8 @@ from andon.transport.tcp.stream import MessageReader, Stream, StreamFailed, move
 LONGEST_MESSAGE: Final = 1 << 16
 DEAD_AFTER: Final = 5.0
 """Seconds of silence on a heartbeat link after which a peer counts as lost."""
+TURN: Final = 0.25
+"""Seconds after which the thread looks for silent peers, if nothing else wakes it."""
 GRACE: Final = 0.5
 """Seconds that a failed data connection waits for a verdict from a peer."""
 
@@ -148,22 +150,23 @@ class FailureDetector:
 
     def _send_and_listen(self) -> None:
         period = min(1.0, self.timeout / 5)
-        next_heartbeat = 0.0
+        next_heartbeat, last_turn = 0.0, time.monotonic()
         while True:
             now = time.monotonic()
+            self._find_silent(now, was_asleep=now - last_turn > 1.0)
+            last_turn = now
             if now >= next_heartbeat:
                 self._send_to_all(Alive(self._operations))
-                self._find_silent(now, on_time=now < next_heartbeat + 1.0)
                 next_heartbeat = now + period
-            for key, _ in self._selector.select(next_heartbeat - now):
+            for key, _ in self._selector.select(min(TURN, next_heartbeat - now)):
                 if key.data is None:
                     return
                 self._listen(key.data)
 
-    def _find_silent(self, now: float, on_time: bool) -> None:
+    def _find_silent(self, now: float, was_asleep: bool) -> None:
         """Publish who has been silent for too long; a detector that was itself asleep has missed what was sent."""
         for peer in self.links:
-            if not on_time:
+            if was_asleep:
                 self._heard[peer] = now
             elif now - self._heard[peer] > DEAD_AFTER and peer not in self._left and not self._verdict:
                 seconds = now - self._heard[peer]
