@@ -174,8 +174,13 @@ def _coordinate(
             workers = stack.enter_context(Workers(commands, config.threads, logs))
             code = workers.wait(coordinator)
     if failures := coordinator.failures + ([recorder.failure] if recorder.failure else []):
-        show_error(console, failures[0])
+        first = failures[0]
+        if workers and workers.first_signal:
+            first = UserError(first.what, workers.first_signal, first.remedy)
+        show_error(console, first)
         return code if code == EXIT_HALTED else EXIT_USER_ERROR
+    if code == EXIT_STOPPED and not coordinator.begun:
+        console.print("Stopped before the first step: there was nothing to save.")
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         who = workers.first_failure if workers else "A worker"
         raise UserError(f"{who} ended the run", "It gave no reason", f"Look at {logs}")

@@ -58,6 +58,8 @@ class Workers:
         self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.first_failed: int | None = None
         self.first_failure = "A worker"
+        self.first_signal = ""
+        """Which signal killed a worker, if one did."""
         ranks = range(len(commands))
         self.processes = [_start(command, threads, log_of(logs, rank)) for rank, command in enumerate(commands)]
         self._threads = [threading.Thread(target=self._wait_for_exit, args=[rank], daemon=True) for rank in ranks]
@@ -83,6 +85,7 @@ class Workers:
             if code not in (0, EXIT_STOPPED) and self.first_failed is None:
                 hint = " (out of memory?)" if code == -signal.SIGKILL else ""
                 killed = f", killed by {signal.Signals(-code).name}{hint}," if code < 0 else ""
+                self.first_signal = f"Rank {rank} was{killed.strip(',')}" if killed else ""
                 self.first_failed, self.first_failure = rank, f"Rank {rank}{killed}"
             codes.append(code if code >= 0 else EXIT_USER_ERROR)
         return worst(codes)

@@ -1,0 +1,123 @@
+"""Several machines, each a network namespace: they find each other, and a machine that falls silent is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.group_harness import busy
+from tests.network import Host, Weather, network
+from tests.runs import SMALL, events_so_far, summary, train, wait_for_step
+
+STEPS = ["--train.steps=8"]
+TOKEN = {"ANDON_TOKEN": "the token of the tests"}
+SECONDS = float(os.environ.get("ANDON_SOAK_COUNT") or "600")
+
+
+def soak(*values: str) -> Any:
+    """A case that only the long version of a test tries."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def end(process: subprocess.Popen[str], timeout: float = 60) -> str:
+    return process.communicate(timeout=timeout)[0]
+
+
+def ended_well(*processes: subprocess.Popen[str]) -> bool:
+    outputs = [end(process) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+    return True
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    digest: str = train(*STEPS, cwd=tmp_path_factory.mktemp("alone"))["weights_blake3"]
+    return digest
+
+
+def coordinate(host: Host, cwd: Path, *options: str) -> subprocess.Popen[str]:
+    return host.start("coordinator", *SMALL, *STEPS, "--run.dir=run", *options, cwd=cwd, **TOKEN)
+
+
+@pytest.mark.parametrize(("transport", "suffix"), [("star", ""), ("ring", "6"), soak("torch", ""), soak("torch", "6")])
+def test_two_machines_find_each_other_by_name_alone(tmp_path: Path, answer: str, transport: str, suffix: str) -> None:
+    """Nobody names an interface, a port or a rank; two of the coordinator's interfaces lead nowhere, the worker beside
+    it comes over loopback, the other one over IPv4 or IPv6 and from an empty folder, before there is a coordinator."""
+    away = tmp_path / "away"
+    away.mkdir()
+    with network("alpha", "beta") as hosts:
+        hosts["alpha"].add_interface("dead0", "10.78.0.1/24")
+        hosts["alpha"].add_interface("down0", "10.79.0.1/24", up=False)
+        began = time.monotonic()
+        far = hosts["beta"].start("worker", f"alpha{suffix}", cwd=away, **TOKEN)
+        coordinator = coordinate(hosts["alpha"], tmp_path, "--workers=2", f"--group.transport={transport}")
+        near = hosts["alpha"].start("worker", "localhost", cwd=tmp_path, **TOKEN)
+        wait_for_step(tmp_path / "run", 1, coordinator)
+        print(f"{transport}: first step after {time.monotonic() - began:.1f} s")
+        assert ended_well(far, near, coordinator)
+    assert summary(tmp_path / "run")["weights_blake3"] == answer
+
+
+@pytest.mark.parametrize("transport", ["ring", soak("star"), soak("torch")])
+def test_a_machine_that_falls_silent_is_named_within_six_seconds(tmp_path: Path, transport: str) -> None:
+    options = ["--workers=3", f"--group.transport={transport}", "--train.steps=100000", "--group.timeout=60"]
+    with network("alpha", "beta", "gamma") as hosts:
+        coordinator = coordinate(hosts["alpha"], tmp_path, *options)
+        workers = {name: hosts[name].start("worker", "alpha", cwd=tmp_path, **TOKEN) for name in hosts}
+        wait_for_step(tmp_path / "run", 2, coordinator)
+        hosts["gamma"].cut()
+        began = time.monotonic()
+        outputs = [end(workers[name], 20) for name in ("alpha", "beta")]
+        seconds = time.monotonic() - began
+        assert all("on gamma was lost during" in output for output in outputs), outputs
+        assert seconds < 6.5 * busy(), (seconds, outputs)  # until they have ended
+        output = end(coordinator, 20)
+        assert coordinator.returncode == 1 and "on gamma was lost" in output, output
+        output = end(workers["gamma"], 20)
+        assert workers["gamma"].returncode == 1 and "was lost" in output and "Traceback" not in output, output
+
+
+def train_over_a_bad_network(tmp_path: Path, seconds: float) -> None:
+    options = ["--workers=3", "--group.transport=ring", "--train.steps=100000", "--checkpoint.every=0"]
+    with network("alpha", "beta", "gamma", weather=Weather(delay=0.1, jitter=0.03, loss=0.01)) as hosts:
+        coordinator = coordinate(hosts["alpha"], tmp_path, *options)
+        workers = [host.start("worker", "alpha", cwd=tmp_path, **TOKEN) for host in hosts.values()]
+        wait_for_step(tmp_path / "run", 1, coordinator, 120)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            assert all(process.poll() is None for process in (coordinator, *workers))
+            time.sleep(0.1)
+        steps = len(events_so_far(tmp_path / "run"))
+        print(f"{steps} steps in {seconds:.0f} s, no false alarm")
+        assert steps > 1
+
+
+def test_delay_and_loss_are_no_death(tmp_path: Path) -> None:
+    train_over_a_bad_network(tmp_path, 4.0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_delay_and_loss_are_no_death_for_long(tmp_path: Path) -> None:
+    train_over_a_bad_network(tmp_path, SECONDS)
+
+
+@pytest.mark.parametrize("transport", ["star", soak("ring"), soak("torch")])
+def test_torchrun_on_two_machines_gives_the_answer(tmp_path: Path, answer: str, transport: str) -> None:
+    with network("alpha", "beta") as hosts:
+        processes = []
+        for number, host in enumerate(hosts.values()):
+            folder = tmp_path / host.name
+            folder.mkdir()
+            launcher = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", "--master-addr=alpha"]
+            command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--master-port=29500", "-m", "andon"]
+            options = ["train", *SMALL, *STEPS, "--run.dir=run", f"--group.transport={transport}"]
+            processes.append(host.popen(*command, *options, cwd=folder, **TOKEN))
+        assert ended_well(*processes)
+    assert summary(tmp_path / "alpha" / "run")["weights_blake3"] == answer
