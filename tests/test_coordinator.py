@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
+from andon.cluster.session import refuse_mixed_devices
+from andon.cluster.worker import in_own_folder
+from andon.config.load import build
 from andon.control.client import join
 from andon.control.coordinator import Coordinator
+from andon.control.files import Receiver
+from andon.control.link import ControlLink
+from andon.control.members import Worker, seats
+from andon.control.stragglers import Stragglers
 from andon.control.token import Credentials
+from andon.data.build import Corpus, find, prepare, receive
+from andon.errors import UserError
+from andon.transport.base import ProtocolError
 from tests.group_harness import busy
 from tests.runs import SMALL, andon, events, start, summary, train, wait_for_step
+from tests.thread_group import thread_groups
 
 STEPS = ["--train.steps=8"]
 TOKEN = "the token of the tests"
@@ -87,27 +101,6 @@ def test_a_worker_gives_up_on_a_coordinator_that_does_not_come(tmp_path: Path) -
         port = server.getsockname()[1]
     code, output = andon("worker", f"127.0.0.1:{port}", "--wait=0.5", cwd=tmp_path)
     assert code == 1 and "cannot be reached" in output and "Traceback" not in output, output
-
-
-def test_data_comes_from_the_coordinator_once_and_then_from_the_cache(tmp_path: Path) -> None:
-    home, away = tmp_path / "home", tmp_path / "away"
-    home.mkdir()
-    away.mkdir()
-    (home / "text.txt").write_text("One two three four five. " * 400)
-    (away / "text.txt").write_text("Another text of the same name. " * 400)
-    hidden = home / "cache"
-    for how in ("receiving it from the coordinator", "from the cache"):
-        options = ["text.txt", "--workers=2", "--group.transport=ring", f"--data.cache={hidden}", "--resume=none"]
-        with coordinating(home, *options) as (coordinator, address):
-            hidden.chmod(0o700)
-            near = start("worker", address, cwd=home)
-            far = start("worker", address, cwd=away)
-            output = end(far)
-            assert far.returncode == 0 and end(near) and near.returncode == 0, output
-            assert end(coordinator, 30) and coordinator.returncode == 0
-        if os.getuid():  # root sees every folder
-            assert how in output
-    assert len(list((away / "cache" / "andon").glob("received-*"))) == (1 if os.getuid() else 0)
 
 
 def test_a_worker_in_another_folder_takes_part_and_writes_nothing(tmp_path: Path, answer: str) -> None:
@@ -293,3 +286,83 @@ def test_a_rank_that_is_lost_before_the_run_begins_is_free_again() -> None:
         for client in (second, third):
             client.leave(0)
         assert coordinator.wait() == 0
+
+
+def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it(tmp_path: Path) -> None:
+    tokens = prepare(Corpus(stories_count=300, vocab_size=300), tmp_path / "theirs")
+    job = {**JOB, "data": tokens.digest, "tokens": str(tokens.folder)}
+    with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
+        _, client = join(coordinator.address, TOKEN, None)
+        received = receive(tmp_path / "mine", tokens.digest, client.fetch)
+        client.enter({"data": received.digest, "folder": "mark"})
+        assert client.wait_for_all()
+        client.leave(0)
+        assert coordinator.wait() == 0
+    assert (received.read(0, 100) == tokens.read(0, 100)).all()
+    found = find(tmp_path / "mine", tokens.digest)
+    assert found is not None and found.folder == received.folder
+    assert find(tmp_path / "mine", "another digest") is None
+
+
+def test_what_arrives_with_another_digest_is_not_kept(tmp_path: Path) -> None:
+    tokens = prepare(Corpus(stories_count=300, vocab_size=300), tmp_path / "theirs")
+    job = {**JOB, "data": "0" * 64, "tokens": str(tokens.folder)}
+    with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
+        _, client = join(coordinator.address, TOKEN, None)
+        with pytest.raises(UserError, match="did not arrive intact"):
+            receive(tmp_path / "mine", "0" * 64, client.fetch)
+        client.close()
+    assert not any((tmp_path / "mine").iterdir())
+
+
+@pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "run.py", "tokens-1.bin"])
+def test_no_coordinator_chooses_where_a_worker_writes(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ProtocolError):
+        Receiver(tmp_path).begin({"kind": "file", "name": name, "size": 1})
+    config = build({}, {"run.dir": "/somewhere/else"})
+    assert in_own_folder(config, tmp_path).run.dir == tmp_path / "runs" / "else"
+    inside = build({}, {"run.dir": str(tmp_path / "runs" / "x")})
+    assert in_own_folder(inside, tmp_path).run.dir == tmp_path / "runs" / "x"
+    (tmp_path / "link").symlink_to("/somewhere")
+    outside = build({}, {"run.dir": str(tmp_path / "link" / "x")})
+    assert in_own_folder(outside, tmp_path).run.dir == tmp_path / "runs" / "x"
+
+
+def test_ranks_on_different_devices_are_refused() -> None:
+    groups = thread_groups(2, 10.0)
+    with ThreadPoolExecutor(2) as pool:
+        kinds = [torch.device("cpu"), torch.device("cuda", 0)]
+        tries = [pool.submit(refuse_mixed_devices, group, kind) for group, kind in zip(groups, kinds, strict=True)]
+        for each in tries:
+            with pytest.raises(UserError, match="rank 0 on cpu, rank 1 on cuda"):
+                each.result(10)
+
+
+def member(rank: int, machine: str, remote: str, local: str) -> Worker:
+    link = SimpleNamespace(remote=remote, local=local)
+    return Worker(cast(ControlLink, link), rank=rank, machine=machine)
+
+
+def test_everyone_gets_a_gpu_of_its_own_machine_and_an_address_that_others_reach() -> None:
+    members = [
+        member(0, "a", "127.0.0.1", "127.0.0.1"),
+        member(1, "b", "10.0.0.2", "10.0.0.1"),
+        member(2, "a", "127.0.0.1", "127.0.0.1"),
+        member(3, "b", "10.0.0.2", "10.0.0.1"),
+    ]
+    assert [(seat.local_rank, seat.address) for seat in seats(members)] == [
+        *((0, "10.0.0.1"), (0, "10.0.0.2"), (1, "10.0.0.1"), (1, "10.0.0.2"))
+    ]
+    alone = [member(0, "a", "127.0.0.1", "127.0.0.1"), member(1, "a", "127.0.0.1", "127.0.0.1")]
+    assert [seat.address for seat in seats(alone)] == ["127.0.0.1", "127.0.0.1"]
+
+
+def test_a_straggler_is_named_once_with_how_much_it_is_slower() -> None:
+    said: list[str] = []
+    stragglers = Stragglers(said.append)
+    members = [member(rank, "a", "127.0.0.1", "127.0.0.1") for rank in range(3)]
+    members[2].host = "slow"
+    for _ in range(20):
+        for worker, took in zip(members, (100.0, 110.0, 320.0), strict=True):
+            stragglers.hear(worker, {"compute_ms": took}, members)
+    assert len(said) == 1 and "rank 2 on slow is slow" in said[0] and "3.0 × the others" in said[0], said

@@ -106,7 +106,7 @@ def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[C
     access.say(f"Joined: {config.model.preset}, {config.train.steps:,} steps")
     from andon.cluster.bf16 import check_bf16
 
-    config = _in_own_folder(config, access.folder)
+    config = in_own_folder(config, access.folder)
     check_bf16(config)
     cache, digest = config.data.cache, job["data"]
     if tokens := find(cache, digest):
@@ -119,7 +119,7 @@ def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[C
     return config, tokens
 
 
-def _in_own_folder(config: Config, folder: Path) -> Config:
+def in_own_folder(config: Config, folder: Path) -> Config:
     """The configuration with the cache of this user, and a run's folder that is the coordinator's only if it lies in
     the folder that this worker's user chose."""
     folder = folder.resolve()

@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -223,6 +224,9 @@ def join(
             cause = "The token here is not that of this run, or something else listens there"
             raise UserError(f"The coordinator cannot be joined: {error}", cause, "Copy the run's token again") from None
         except GroupError as error:
+            if isinstance(error.__cause__, ssl.SSLError):
+                remedy = "Check --tls-ca here and --tls-cert there, or leave TLS out on both sides"
+                raise UserError("TLS with the coordinator failed", str(error.__cause__), remedy) from None
             if time.monotonic() >= until:
                 raise
             if not waited:
