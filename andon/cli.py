@@ -33,7 +33,8 @@ config_app = new_app(name="config", help="Show and check configurations.")
 bench_app = new_app(name="bench", help="Measure this machine.")
 data_app = new_app(name="data", help="Show training data.")
 checkpoint_app = new_app(name="checkpoint", help="List, verify, compare and remove checkpoints.")
-for _commands in (config_app, bench_app, data_app, checkpoint_app):
+launch_app = new_app(name="launch", help="Print what a cluster's scheduler needs to run a configuration.")
+for _commands in (config_app, bench_app, data_app, checkpoint_app, launch_app):
     app.add_typer(_commands)
 
 Resume = Annotated[str, typer.Option(help="auto: the newest good checkpoint of the run; none: a new run; or a path.")]
@@ -168,6 +169,26 @@ def worker(
 
     access = Access(token_of_worker(token_file, wait, say), None, tls, folder, wait, say)
     sys.exit(join_run((host, PORT if port is None else port), access))
+
+
+@launch_app.command("slurm", context_settings=ANY)
+def launch_slurm(context: typer.Context) -> None:
+    """Print a job script for `sbatch`: one task per worker; it goes on after a kill, a requeue or the time limit."""
+    from andon.commands.schedulers import slurm_script
+
+    typer.echo(slurm_script(_config(context.args), context.args), nl=False)
+
+
+@launch_app.command("k8s", context_settings=ANY)
+def launch_k8s(
+    context: typer.Context,
+    image: Annotated[str, typer.Option(help="A container image with Andon.")] = "andon:latest",
+    claim: Annotated[str, typer.Option(help="A ReadWriteMany volume claim for the run's folder.")] = "runs",
+) -> None:
+    """Print a manifest for `kubectl apply`: a coordinator and its workers, which go on after a kill or an eviction."""
+    from andon.commands.schedulers import kubernetes_manifest
+
+    typer.echo(kubernetes_manifest(_config(context.args), image, claim), nl=False)
 
 
 @app.command(context_settings=ANY)

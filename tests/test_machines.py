@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -62,6 +64,32 @@ def test_two_machines_find_each_other_by_name_alone(tmp_path: Path, answer: str,
         print(f"{transport}: first step after {time.monotonic() - began:.1f} s")
         assert ended_well(far, near, coordinator)
     assert summary(tmp_path / "run")["weights_blake3"] == answer
+
+
+def test_the_page_about_machines_is_followed_to_the_first_step_within_30_seconds(tmp_path: Path) -> None:
+    """Its commands alone, on two machines with nothing but the texts on one of them."""
+    page = (Path(__file__).parent.parent / "docs" / "machines.md").read_text()
+    lines = [line.split() for line in re.findall(r"^(?:andon (?:coordinator|worker)|scp) .*", page, re.M)]
+    coordinate, work_near, copy, work_far = lines
+    home, away = tmp_path / "home", tmp_path / "away"
+    (home / "my-texts").mkdir(parents=True)
+    away.mkdir()
+    (home / "my-texts" / "one.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    with network("alpha", "beta") as hosts:
+        began = time.monotonic()
+        coordinator = hosts["alpha"].start(*coordinate[1:], *SMALL, *STEPS, cwd=home)
+        near = hosts["alpha"].start(*work_near[1:], cwd=home)
+        source = copy[1].removeprefix("alpha:")
+        while not (home / source).exists():
+            assert coordinator.poll() is None, end(coordinator)
+            time.sleep(0.05)
+        shutil.copy(home / source, away / "token")
+        far = hosts["beta"].start(*work_far[1:], cwd=away)
+        wait_for_step(home / "runs" / "default", 1, coordinator)
+        seconds = time.monotonic() - began
+        print(f"first step after {seconds:.1f} s")
+        assert seconds < 30.0 * busy()
+        assert ended_well(near, far, coordinator)
 
 
 @pytest.mark.parametrize("transport", ["ring", soak("star"), soak("torch")])

@@ -106,8 +106,8 @@ MUTANTS = [
         "stale-never-removed",
         "What a killed process left in the cache stays.",
         "data/build.py",
-        "        _remove_stale(cache)\n",
-        "",
+        "_remove_stale(cache)\n        content",
+        "content",
         ("test_data_prepare.py::test_after_a_kill_the_next_prepare_cleans_up_and_succeeds",),
     ),
     Mutant(

@@ -1,0 +1,137 @@
+"""`andon launch`: what SLURM and Kubernetes need to run a configuration, and to go on with it after a failure.
+
+Both start a coordinator and one worker per task or pod. When a worker is lost all of them end with an exit code that is
+not 0; then they are started again and resume from the newest checkpoint. A run that is done (0), that cannot work (2)
+or whose cord was pulled (3) is not repeated.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any, Final
+
+import yaml
+
+from andon.config.schema import Config
+
+ATTEMPTS: Final = 20
+PORT: Final = 29411
+SAVE_SECONDS: Final = 120
+"""What a run gets, before it is ended, to save."""
+
+SLURM: Final = """#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --ntasks={workers}
+#SBATCH --cpus-per-task={threads}
+{gpus}#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@{seconds}
+# Submit with `sbatch` from a folder that all nodes see. The nodes need `andon` in their PATH.
+
+port=$((20000 + SLURM_JOB_ID % 20000))
+coordinator=
+
+stop() {{ stopping=1; [ -n "$coordinator" ] && kill -TERM "$coordinator" 2>/dev/null; }}
+trap stop TERM
+
+for attempt in $(seq {attempts}); do
+    andon coordinator {arguments} --bind "[::]:$port" &
+    coordinator=$!
+    srun --kill-on-bad-exit=0 andon worker "$(hostname):$port" --token-file {folder}/token &
+    workers=$!
+    wait "$coordinator"; code=$?
+    while kill -0 "$coordinator" 2>/dev/null; do wait "$coordinator"; code=$?; done
+    [ "$code" -eq 0 ] || sleep 3
+    kill "$workers" 2>/dev/null; wait "$workers" 2>/dev/null
+    case $code in
+        0|2|3) exit "$code" ;;
+    esac
+    if [ -n "$stopping" ]; then
+        scontrol requeue "$SLURM_JOB_ID"
+        exit 0
+    fi
+    echo "attempt $attempt ended with $code; starting again from the newest checkpoint"
+done
+exit 1
+"""
+
+
+def slurm_script(config: Config, arguments: Sequence[str]) -> str:
+    """A job script: the batch step runs the coordinator, each task of one `srun` a worker."""
+    return SLURM.format(
+        name=run_name(config),
+        workers=config.workers,
+        threads=config.threads,
+        gpus="#SBATCH --gpus-per-task=1\n" if config.device == "cuda" else "",
+        seconds=SAVE_SECONDS,
+        attempts=ATTEMPTS,
+        arguments=shlex.join(arguments),
+        folder=shlex.quote(str(config.run.dir)),
+    )
+
+
+def kubernetes_manifest(config: Config, image: str, claim: str) -> str:
+    """A service, and two jobs: the coordinator and the workers. They share a volume with the run's folder."""
+    name = run_name(config)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": f"/runs/{name}"})})
+    text = config.to_yaml()
+    objects = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"config.yaml": text}},
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": name},
+            # Without an address of its own: the name leads to the pod, at whatever port it listens.
+            "spec": {"clusterIP": "None", "selector": {"andon": name, "role": "coordinator"}},
+        },
+        _job(config, name, image, claim, "coordinator"),
+        _job(config, name, image, claim, "worker"),
+    ]
+    head = (
+        "# The run's token, once, from a file that nobody else reads:\n"
+        "#   (umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > token)\n"
+        f"#   kubectl create secret generic {name} --from-file=token\n"
+    )
+    return head + "---\n".join(yaml.safe_dump(each, sort_keys=False) for each in objects)
+
+
+def _job(config: Config, name: str, image: str, claim: str, role: str) -> dict[str, Any]:
+    count = config.workers if role == "worker" else 1
+    coordinator = ["andon", "coordinator", "/config/config.yaml", "--bind", f"0.0.0.0:{PORT}"]
+    worker = ["andon", "worker", f"{name}:{PORT}", "--folder", "/runs"]
+    gpus = {"nvidia.com/gpu": 1} if config.device == "cuda" and role == "worker" else {}
+    container = {
+        "name": role,
+        "image": image,
+        "command": coordinator if role == "coordinator" else worker,
+        "workingDir": "/runs",
+        "env": [{"name": "ANDON_TOKEN", "valueFrom": {"secretKeyRef": {"name": name, "key": "token"}}}],
+        "resources": {"requests": {"cpu": str(config.threads)}, "limits": gpus},
+        "volumeMounts": [{"name": "runs", "mountPath": "/runs"}, {"name": "config", "mountPath": "/config"}],
+    }
+    volumes = [
+        {"name": "runs", "persistentVolumeClaim": {"claimName": claim}},
+        {"name": "config", "configMap": {"name": name}},
+    ]
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": SAVE_SECONDS,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    no_use = {"action": "FailJob", "onExitCodes": {"containerName": role, "operator": "In", "values": [2, 3]}}
+    spec = {
+        "completions": count,
+        "parallelism": count,
+        "completionMode": "Indexed",
+        "backoffLimit": ATTEMPTS * count,
+        "podFailurePolicy": {"rules": [no_use]},
+        "template": {"metadata": {"labels": {"andon": name, "role": role}}, "spec": pod},
+    }
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-{role}"}, "spec": spec}
+
+
+def run_name(config: Config) -> str:
+    """The name of the run's folder, as schedulers take names."""
+    return re.sub("[^a-z0-9-]+", "-", config.run.dir.name.lower()).strip("-")[:40] or "andon"

@@ -1,0 +1,36 @@
+"""`andon launch`: the job script and the manifest say what they must."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import yaml
+
+from tests.runs import SMALL, andon
+
+
+def test_the_job_script_is_a_valid_script_with_the_configuration(tmp_path: Path) -> None:
+    options = ["--workers=3", "--threads=2", "--run.dir=runs/My run"]
+    code, text = andon("launch", "slurm", *SMALL, *options, cwd=tmp_path)
+    assert code == 0, text
+    for line in ("--ntasks=3", "--cpus-per-task=2", "--requeue", "--job-name=my-run", "--signal=B:TERM@120"):
+        assert f"#SBATCH {line}\n" in text
+    assert "--token-file 'runs/My run'/token" in text and "'--run.dir=runs/My run'" in text and "gpus" not in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_the_manifest_has_a_coordinator_workers_and_no_secret_in_it(tmp_path: Path) -> None:
+    code, text = andon("launch", "k8s", *SMALL, "--workers=4", "--run.dir=runs/mine", "--image=mine:1", cwd=tmp_path)
+    assert code == 0, text
+    config, service, coordinator, workers = yaml.safe_load_all(text)
+    assert [each["kind"] for each in (config, service, coordinator, workers)] == ["ConfigMap", "Service", "Job", "Job"]
+    assert "dir: /runs/mine" in config["data"]["config.yaml"]
+    assert workers["spec"]["completions"] == workers["spec"]["parallelism"] == 4
+    labels = coordinator["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items() and service["spec"]["clusterIP"] == "None"
+    for job in (coordinator, workers):
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert container["image"] == "mine:1"
+        assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "token"}
+        assert job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3]
