@@ -292,6 +292,21 @@ def bench_train(
     run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, zero, as_json)
 
 
+@bench_app.command("hosts")
+def bench_hosts(
+    rates: Annotated[str, typer.Option(help="Rates of the hosts' networks.")] = "100mbit,1gbit",
+    ranks: Annotated[int, typer.Option(min=2, help="Hosts, with a worker each.")] = 3,
+    preset: Preset = "tiny",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per worker and step.")] = 512,
+    repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median counts.")] = 9,
+    as_json: AsJson = False,
+) -> None:
+    """Measure Andon's step over ring and star against PyTorch DDP over gloo, on hosts with slow networks (root)."""
+    from andon.bench.hosts import main as run
+
+    run(rates.split(","), ranks, preset, tokens, repetitions, as_json)
+
+
 @bench_app.command("cnn")
 def bench_cnn(
     ranks: Workers = 2,

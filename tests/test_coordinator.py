@@ -84,6 +84,19 @@ def test_workers_started_by_hand_give_the_answer(tmp_path: Path, answer: str, tr
     assert not any(TOKEN in text for text in (output, *outputs))
 
 
+@pytest.mark.parametrize("transport", ["star", "ring", "torch"])
+def test_workers_may_come_later_than_any_timeout(tmp_path: Path, answer: str, transport: str) -> None:
+    options = ["--workers=2", f"--group.transport={transport}", "--group.timeout=2"]
+    with coordinating(tmp_path, *options) as (coordinator, address):
+        time.sleep(2.5)
+        first = start("worker", address, cwd=tmp_path)
+        time.sleep(2.5)
+        second = start("worker", address, cwd=tmp_path)
+        assert end(first) and first.returncode == 0 and end(second) and second.returncode == 0
+        end(coordinator, 30)
+    assert summary(tmp_path / "run")["weights_blake3"] == answer
+
+
 def test_a_worker_that_starts_first_waits_and_says_so(tmp_path: Path, answer: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"

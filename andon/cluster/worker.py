@@ -20,9 +20,10 @@ from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.numerics import choose_kernels
 from andon.run.events import event
 from andon.run.folder import read_mark
-from andon.transport.base import GroupError
+from andon.transport.base import GroupError, ProtocolError
 from andon.transport.tcp.entrance.tls import Tls
 
+IMPORT_SECONDS = 120.0  # that loading torch may take, from a slow disk
 START_AGAIN = "Run the same command again: it resumes from the newest checkpoint"
 
 
@@ -100,7 +101,14 @@ def _with_host(text: str, client: CoordinatorClient) -> str:
 
 def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[Config, TokenSet]:
     """The configuration as it holds here, and the data with the digest that the job names."""
-    config = Config.model_validate(job["config"])
+    try:
+        config = Config.model_validate(job["config"])
+        names = {name: job[name] for name in ("tokens", "resume", "log", "server")}
+    except (KeyError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ProtocolError(f"the coordinator sent a job that this Andon does not understand: {reason}") from None
+    if not isinstance(names["tokens"], str) or not isinstance(names["resume"], str | None):
+        raise ProtocolError("the coordinator sent a job without paths")
     if access.folder is None:
         return config, TokenSet.open(Path(job["tokens"]))
     access.say(f"Joined: {config.model.preset}, {config.train.steps:,} steps")
@@ -134,15 +142,16 @@ def _train(config: Config, tokens: TokenSet, job: Message, client: CoordinatorCl
     """Train as one rank; torch is loaded here and not before."""
     if warning := choose_kernels(config.numerics):
         client.emit(event("note", text=f"rank {client.rank}: {warning}"))
-    from andon.cluster.session import Surroundings, open_configured, train
-    from andon.cluster.torch_store import ControlStore
-    from andon.engine.trainer import Trainer
-    from andon.integrity.halt import JidokaHalt
-    from andon.transport.base import Settings
+    with client.may_be_silent(IMPORT_SECONDS):
+        from andon.cluster.session import Surroundings, open_configured, train
+        from andon.cluster.torch_store import ControlStore
+        from andon.engine.trainer import Trainer
+        from andon.integrity.halt import JidokaHalt
+        from andon.transport.base import Settings
 
     def built(trainer: Trainer) -> None:
         times = trainer.model.phases
-        client.compute_ms = lambda: times.milliseconds.get("forward", 0.0) + times.milliseconds.get("backward", 0.0)
+        client.compute_ms = lambda: times.last.get("forward", 0.0) + times.last.get("backward", 0.0)
 
     settings = Settings(
         config.group.timeout,

@@ -14,7 +14,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class CoordinatorClient:
         self._answers: dict[int, queue.SimpleQueue[str | None]] = {}
         self._lost = ""
         self._begun = False
+        self._silence = 0.0
         self._loop = Loop(self, "andon-control")
         self._loop.add(self.link)
         self._loop.start()
@@ -97,7 +98,10 @@ class CoordinatorClient:
         self.send("ready", **ready)
         welcome = self.receive("welcome")
         self.rank, self.world_size = welcome["rank"], welcome["world_size"]
-        issued = {int(peer): bytes.fromhex(key) for peer, key in welcome["keys"].items()}
+        try:
+            issued = {int(peer): bytes.fromhex(key) for peer, key in welcome["keys"].items()}
+        except (TypeError, ValueError):
+            raise ProtocolError("the coordinator sent keys that are none") from None
         self.keys = LinkKeys(welcome["generation"], issued).sealed(self._token)
 
     def wait_for_all(self) -> bool:
@@ -200,10 +204,25 @@ class CoordinatorClient:
     def on_tick(self) -> None:
         """Nothing is due."""
 
+    def on_crash(self, error: Exception) -> None:
+        """As if the coordinator were lost."""
+        self.on_lost(self.link, f"{type(error).__name__}: {error}")
+
     def status(self) -> Message:
         """What a heartbeat says besides."""
         took = self.compute_ms()
-        return {} if took is None else {"compute_ms": round(took, 1)}
+        status: Message = {} if took is None else {"compute_ms": round(took, 1)}
+        return {**status, "silence": self._silence} if self._silence else status
+
+    @contextlib.contextmanager
+    def may_be_silent(self, seconds: float) -> Iterator[None]:
+        """Ask the coordinator for patience: what is done here may stop all threads of this process."""
+        self._silence = seconds
+        self.send("alive", **self.status())
+        try:
+            yield
+        finally:
+            self._silence = 0.0
 
 
 def join(

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from andon.control.files import send_files
-from andon.control.link import FROM_WORKER, ControlLink, Message
+from andon.control.link import FROM_WORKER, LONGEST_SILENCE, ControlLink, Message
 from andon.control.loop import Loop
 from andon.control.members import Phase, Worker, free_rank, seats
 from andon.control.store import KeyValues, Topics
@@ -108,7 +108,11 @@ class Coordinator:
     def on_ready(self, data: Any) -> None:
         """A connection arrives, or goes on with its handshake."""
         if arrival := self._reception.handle(data):
-            link = ControlLink(arrival[0], FROM_WORKER)
+            try:
+                link = ControlLink(arrival[0], FROM_WORKER)
+            except OSError:  # it has gone again
+                arrival[0].close()
+                return
             if len(self._workers) > 4 * self.world_size + 64:
                 self._reception.refusals.add(link.remote, "too many workers are connected")
                 link.close()
@@ -126,6 +130,12 @@ class Coordinator:
                 self._end_by = time.monotonic() + 1.0
         with self._changed:
             self._changed.notify_all()
+
+    def on_crash(self, error: Exception) -> None:
+        """End the run rather than leave everyone waiting."""
+        what = f"The coordinator failed: {type(error).__name__}: {error}"
+        self.failures.append(UserError(what, "An unexpected error", "Start all of them again: they resume"))
+        self._end_by = 0.0
 
     def status(self) -> Message:
         """A coordinator's heartbeat says nothing more."""
@@ -152,6 +162,9 @@ class Coordinator:
         assert isinstance(message, dict), "workers send no files"
         kind = message["kind"]
         if kind == "alive":
+            silence = message.get("silence")
+            if isinstance(silence, int | float) and 0 < silence <= LONGEST_SILENCE:
+                link.heard = time.monotonic() + silence
             self._stragglers.hear(worker, message, self._workers.values())
         elif worker.phase is Phase.KNOWN and kind == "hello":
             self._greet(worker, message)
@@ -176,8 +189,9 @@ class Coordinator:
         if message["kind"] == "failed":
             self._refuse(worker, message["what"])
         elif message["kind"] == "fetch":
-            if "tokens" not in self.job:
-                raise ProtocolError("it asked for data, and this run has none")
+            if "tokens" not in self.job or worker.fetches:
+                raise ProtocolError("it asked for data that it has, or that this run does not have")
+            worker.fetches = True
             folder = Path(self.job["tokens"])
             threading.Thread(target=send_files, args=(worker.link, self._loop, folder), daemon=True).start()
         elif message["data"] != self.job["data"]:

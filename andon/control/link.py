@@ -20,7 +20,8 @@ One frame per message (tag 0x10, then a JSON object with its `kind`); bytes of a
   coordinator  lost     "this rank is dead"
   coordinator  stop     "save and leave after this step"
   worker       bye      "I am done, with this exit code"
-  both         alive    "I am here"   (every second; a worker adds what its last step took)
+  both         alive    "I am here"   (every second; a worker adds what its last step took, and for how many seconds
+                        it may be silent, because it loads a library that stops all its threads)
 
 A link is never waited for: what is sent waits in a queue of limited size until the peer takes it.
 """
@@ -46,6 +47,8 @@ HEARTBEAT: Final = 1.0
 """Seconds between signs of life."""
 DEAD_AFTER: Final = 5.0
 """Seconds of silence after which a peer counts as dead."""
+LONGEST_SILENCE: Final = 300.0
+"""Seconds of silence that a worker may ask for."""
 CHUNK: Final = 1 << 16
 
 Message = dict[str, Any]

@@ -39,6 +39,10 @@ class Owner(Protocol):
         """Called about once a second, and after `wake`."""
         ...
 
+    def on_crash(self, error: Exception) -> None:
+        """The loop ends with an error of its own."""
+        ...
+
     def status(self) -> Message:
         """What a heartbeat says besides."""
         ...
@@ -94,6 +98,19 @@ class Loop:
             self._thread.join(seconds)
 
     def _run(self) -> None:
+        try:
+            self._move_links()
+        except Exception as error:  # nobody else would notice that this thread has ended
+            self.owner.on_crash(error)
+            raise
+        finally:
+            for link in list(self.links):
+                self.drop(link)
+            self.selector.close()
+            self._wake.close()
+            self._woken.close()
+
+    def _move_links(self) -> None:
         next_heartbeat = last_turn = time.monotonic()
         while not self._closed:
             now = time.monotonic()
@@ -106,11 +123,6 @@ class Loop:
                 self._handle(key.data, events)
             for link in list(self.links):
                 self._write(link)
-        for link in list(self.links):
-            self.drop(link)
-        self.selector.close()
-        self._wake.close()
-        self._woken.close()
 
     def _handle(self, data: Any, events: int) -> None:
         if data is self:

@@ -28,6 +28,8 @@ class Worker:
     pid: int = 0
     wanted: int | None = None
     rank: int = -1
+    fetches: bool = False
+    """Whether it was sent the data."""
     compute_ms: float = 0.0
     """What the last step's forward and backward took."""
 

@@ -18,12 +18,14 @@ class Phases:
     def __init__(self) -> None:
         self.step = 0
         self.milliseconds: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        """What the step before took."""
         self.on_enter: Callable[[str, int], None] = _nothing
         """Called with the place and the step."""
 
     def begin(self, step: int) -> None:
-        """A step begins: forget the times of the one before."""
-        self.step, self.milliseconds = step, {}
+        """A step begins."""
+        self.step, self.last, self.milliseconds = step, self.milliseconds, {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

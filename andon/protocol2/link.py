@@ -4,7 +4,7 @@ import socket
 from contextlib import suppress
 from typing import Self
 
-from andon.transport.base import ProtocolError
+from andon.transport.base import ProtocolError, peer_name
 from andon.transport.tcp.connect import translate_errors
 from andon.transport.tcp.frames import LENGTH, Buffer, payload_length
 
@@ -52,7 +52,7 @@ class Link:
         try:
             length = payload_length(prefix, limit)
         except ProtocolError as error:
-            raise ProtocolError(f"rank {self.peer} sent in {operation}: {error}") from None
+            raise ProtocolError(f"{peer_name(self.peer)} sent in {operation}: {error}") from None
         return self.receive(length, operation)
 
     def close(self) -> None:

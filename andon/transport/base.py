@@ -47,7 +47,7 @@ class GroupError(Exception):
 
 COORDINATOR: Final = -2
 SOMEONE: Final = -3
-NAMES: Final = {SERVER: "the star's server", COORDINATOR: "the coordinator", SOMEONE: "another rank"}
+NAMES: Final = {SERVER: "the gradient server", COORDINATOR: "the coordinator", SOMEONE: "another rank"}
 """Peers that have no rank, as errors name them."""
 
 

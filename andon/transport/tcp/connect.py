@@ -129,7 +129,11 @@ def introductions(
             while (left := deadline - time.monotonic()) > 0:
                 for key, _ in selector.select(min(left, PAUSE)):
                     if arrival := reception.handle(key.data):
-                        prepare(arrival[0])
+                        try:
+                            prepare(arrival[0])
+                        except OSError:  # it has gone again
+                            arrival[0].close()
+                            continue
                         yield arrival
                 reception.tick()
         finally:
