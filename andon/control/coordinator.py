@@ -253,7 +253,8 @@ class Coordinator:
                     lambda value: link.queue("stored", id=number, value=value),
                 )
             case "failed":
-                self.failures.append(UserError(message["what"], message["cause"], message["remedy"]))
+                if self.begun and len(self.failures) < self.world_size + 1:
+                    self.failures.append(UserError(message["what"], message["cause"], message["remedy"]))
             case "bye":
                 del self._workers[worker.link]
                 self._loop.drop(worker.link)

@@ -167,7 +167,7 @@ class ControlLink:
         if fields is None:
             raise ProtocolError(f"it sent a message of unknown kind {shown(message['kind'])}")
         for name, kind in fields.items():
-            if not isinstance(message.get(name), kind) or isinstance(message.get(name), bool):
+            if name not in message or not isinstance(message[name], kind) or isinstance(message[name], bool):
                 raise ProtocolError(f"it sent '{message['kind']}' with {name} = {shown(message.get(name))}")
         return message
 
