@@ -205,6 +205,21 @@ def test_four_bytes_from_a_stranger_allocate_no_16_megabytes(door: Door) -> None
     assert door.said("a frame of 16,000,000 bytes") == 1
 
 
+def test_refusals_are_few_lines_whatever_strangers_make_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    refusals = reception.Refusals(lines.append)
+    for number in range(10_000):
+        refusals.add("10.0.0.1", f"a frame of {number:,} bytes; 1 to 1,024 are allowed")
+        refusals.add("10.0.0.1", f"unknown message tag 0x{number % 256:02x}")
+    assert len(lines) == 2
+    for number in range(10_000):
+        refusals.add("10.0.0.1", f"a reason that {'x' * (number % 997)} made up")
+    assert len(lines) <= 2 + reception.MOST_KINDS
+    monkeypatch.setattr(reception, "QUIET_SECONDS", 0.0)
+    refusals.add("10.0.0.1", "a frame of 5 bytes; 1 to 1,024 are allowed")
+    assert "9,999 more were refused for that reason" in lines[-1]
+
+
 def test_a_slow_writer_has_one_deadline_for_all_of_its_handshake(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reception, "HANDSHAKE_SECONDS", 1.0)
     plain, challenge = knock(door.address)

@@ -6,6 +6,7 @@ for all of it, and is one of a limited number; refusals are told in few lines.
 
 import errno
 import logging
+import re
 import selectors
 import socket
 import ssl
@@ -25,6 +26,9 @@ PAUSE: Final = 0.2
 """Seconds without accepting when this process has no file descriptor left."""
 QUIET_SECONDS: Final = 10.0
 """Refusals for the same reason are one line in this time."""
+NUMBER: Final = re.compile(r"0x[0-9a-f]+|[0-9][0-9,]*")
+"""What a stranger can vary in a reason."""
+MOST_KINDS: Final = 20
 FULL: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 T = TypeVar("T")
 Greet = Callable[[socket.socket], Generator[memoryview, None, T]]
@@ -42,13 +46,14 @@ class Refusals:
 
     def add(self, who: str, reason: str) -> None:
         """Count a refusal, and say so unless the same was said a moment ago."""
-        if len(self._told) > 100:  # reasons are few, unless someone makes them up
-            self._told.clear()
-        last, left_out = self._told.get(reason, (-QUIET_SECONDS, 0))
+        kind = NUMBER.sub("", reason)
+        if kind not in self._told and len(self._told) >= MOST_KINDS:
+            kind = "other"
+        last, left_out = self._told.get(kind, (-QUIET_SECONDS, 0))
         if time.monotonic() - last < QUIET_SECONDS:
-            self._told[reason] = (last, left_out + 1)
+            self._told[kind] = (last, left_out + 1)
             return
-        self._told[reason] = (time.monotonic(), 0)
+        self._told[kind] = (time.monotonic(), 0)
         more = f" ({left_out:,} more were refused for that reason)" if left_out else ""
         self._say(f"Refused a connection from {who}: {reason}{more}")
 
