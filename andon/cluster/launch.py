@@ -16,7 +16,7 @@ from andon.cluster.coordinator import Coordinator
 from andon.cluster.processes import Command, Workers
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
-from andon.cluster.worker import join
+from andon.cluster.worker import START_AGAIN, join
 from andon.config.load import load
 from andon.config.schema import Config
 from andon.data.token_set import TokenSet
@@ -118,7 +118,7 @@ def _coordinate(
     def quit_now(number: int, frame: FrameType | None) -> None:
         if workers is None:
             raise KeyboardInterrupt
-        workers.kill()
+        workers.quit()
 
     with contextlib.ExitStack() as stack:
         recorder, emit = stack.enter_context(recording(config, folder, console))
@@ -148,6 +148,8 @@ def _coordinate(
             commands = [Command(["-m", "andon.cluster.worker", *place, str(rank)]) for rank in range(config.workers)]
             workers = stack.enter_context(Workers(commands, config.threads, logs))
             code = workers.wait(coordinator)
+    if workers and workers.was_quit:
+        raise UserError("The run was ended at once", "A second Ctrl-C", START_AGAIN)
     if failures := coordinator.failures + ([recorder.failure] if recorder.failure else []):
         show_error(console, failures[0])
         return code if code == EXIT_HALTED else EXIT_USER_ERROR
