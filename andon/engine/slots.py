@@ -58,8 +58,9 @@ class Buffers:
         self._before: dict[str, Tensor] = {}
         self._after: dict[int, dict[str, Tensor]] = {}
         self._all_compared = False
-        for each in module.modules():  # an expanded buffer cannot be written to
-            each._buffers.update({name: value.clone() for name, value in each._buffers.items() if _is_expanded(value)})
+        for _, buffer, _ in self._registered():
+            if any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
+                buffer.data = buffer.clone()  # an expanded one cannot be written to
 
     def begin_step(self) -> None:
         """Keep the values with which every slot begins."""
@@ -135,12 +136,6 @@ class Buffers:
                 if buffer is not None:
                     saved = name not in module._non_persistent_buffers_set
                     yield f"{path}.{name}" if path else name, buffer, saved
-
-
-def _is_expanded(buffer: Tensor | None) -> bool:
-    return buffer is not None and any(
-        size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)
-    )
 
 
 def _same_kind(one: Tensor, other: Tensor) -> bool:
