@@ -24,7 +24,7 @@ def gpt2() -> nn.Module:
 
     sizes = GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=16)
     sizes.resid_pdrop = sizes.embd_pdrop = sizes.attn_pdrop = 0.0
-    model: nn.Module = GPT2LMHeadModel(sizes)  # type: ignore[no-untyped-call]
+    model: nn.Module = GPT2LMHeadModel(sizes)
     return model
 
 
@@ -33,7 +33,7 @@ def llama() -> nn.Module:
 
     sizes = LlamaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
     sizes.num_key_value_heads, sizes.intermediate_size, sizes.max_position_embeddings = 1, 32, 16
-    model: nn.Module = LlamaForCausalLM(sizes)  # type: ignore[no-untyped-call]
+    model: nn.Module = LlamaForCausalLM(sizes)
     return model
 
 
