@@ -111,7 +111,7 @@ def test_workers_that_compute_other_bits_are_refused_with_the_operation_named(tm
 
 
 @needs_avx512
-@pytest.mark.parametrize("policy", [pytest.param("off", marks=pytest.mark.soak), "even"])
+@pytest.mark.parametrize("policy", ["off", pytest.param("even", marks=pytest.mark.soak)])
 def test_mixed_workers_hold_equal_weights_after_every_step(tmp_path: Path, policy: str) -> None:
     steps = int(os.environ.get("ANDON_SOAK_COUNT") or 6)
     options = [f"--zero.policy={policy}", "--group.mixed=true", f"--train.steps={steps}", "--group.transport=star"]

@@ -68,7 +68,8 @@ def _open(settings: Settings) -> Group:
 def _behave_as_under_andon_run(group: Group) -> None:
     """Ctrl-C ends the script after a step, which is saved; what a user got wrong is shown without a traceback."""
     in_a_shell = hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread()
-    if in_a_shell or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    ours = (signal.default_int_handler, signal.SIG_IGN)  # a job in the background ignores Ctrl-C
+    if in_a_shell or signal.getsignal(signal.SIGINT) not in ours:
         return
     stop, before = threading.Event(), sys.excepthook
 
