@@ -99,21 +99,23 @@ class World:
             assert not outcome.error, f"rank {rank}: {outcome.error}: {outcome.message}"
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, work: Work | str, *arguments: Any, deadline: float = 60.0) -> list[Outcome]:
-        """Do the same in every rank; what came of it, by rank."""
+    def outcomes(
+        self, work: Work | str, *arguments: Any, deadline: float = 60.0, silent: int | None = None
+    ) -> list[Outcome]:
+        """Do the same in every rank; what came of it, by rank. A `silent` rank is not waited for."""
         self.start(work, *arguments)
-        return self.finish(deadline)
+        return self.finish(deadline, silent)
 
     def start(self, work: Work | str, *arguments: Any) -> None:
         """Have every rank begin."""
         for pipe in self._pipes:
             pipe.send((work, arguments))
 
-    def finish(self, deadline: float = 60.0) -> list[Outcome]:
+    def finish(self, deadline: float = 60.0, silent: int | None = None) -> list[Outcome]:
         """Wait until each rank that has begun is done, or dead."""
         until = time.monotonic() + deadline
         outcomes = [Outcome(error="Late", message=f"nothing for {deadline:.0f} s") for _ in self._pipes]
-        open_pipes = dict(zip(self._pipes, range(self.size), strict=True))
+        open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank != silent}
         while open_pipes and (left := until - time.monotonic()) > 0:
             for pipe in wait_for_any(list(open_pipes), left):
                 assert isinstance(pipe, Connection)

@@ -254,7 +254,8 @@ def test_a_plain_backward_and_gradients_between_slots_are_not_what_ddp_users_exp
     andon.AdamW(model)
     x = torch.ones(1, 3)
     model.backward(model(x).sum(), count=1)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match=r"clip with optimizer.step\(clip=...\)"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(RuntimeError, match="call backward of the DataParallel model"):
         model(x).sum().backward()
     model.close()
@@ -296,3 +297,167 @@ def test_complex_buffers_are_averaged_as_such() -> None:
     optimizer.step()
     assert module.phase.tolist() == [0.5 + 1j] * 2  # type: ignore[operator]
     model.close()
+
+
+class Keeps(nn.Module):
+    """A linear layer with a buffer that forward treats as it is told."""
+
+    def __init__(self, buffer: Tensor | None, change: Callable[[nn.Module], None], persistent: bool = True) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(3, 1), change
+        self.register_buffer("kept", buffer, persistent)
+
+    def forward(self, x: Tensor) -> Any:
+        self.change(self)
+        return self.linear(x)
+
+
+def one_step(module: nn.Module, slots: int = 4) -> andon.DataParallel:
+    model = andon.DataParallel(module, LocalGroup(), slots)
+    optimizer = andon.AdamW(model)
+    for slot in model.slots:
+        model.backward(model(torch.full((2, 3), float(slot))).sum(), count=2)
+    optimizer.step()
+    model.close()
+    return model
+
+
+def create(module: nn.Module) -> None:
+    module.kept = torch.arange(3.0)
+
+
+def grow(module: nn.Module) -> None:
+    module.kept = torch.cat([module.kept, torch.ones(1)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "change", "what"),
+    [
+        (None, create, "creates the buffer kept"),
+        (torch.zeros(2), grow, "gives another shape or dtype to the buffer kept"),
+    ],
+)
+def test_a_buffer_that_forward_creates_or_reshapes_is_refused_unless_it_is_a_cache(
+    buffer: Tensor | None, change: Callable[[nn.Module], None], what: str
+) -> None:
+    with pytest.raises(ValueError, match=f"forward {what}.*persistent=False"):
+        one_step(Keeps(buffer, change))
+    one_step(Keeps(buffer, change, persistent=False))
+
+
+def test_a_flag_changes_if_any_slot_changed_it() -> None:
+    calls: list[int] = []
+
+    def flag(module: nn.Module) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            module.kept ^= torch.tensor([True, True, False])  # type: ignore[operator]
+
+    model = one_step(Keeps(torch.tensor([True, False, False]), flag))
+    assert model.module.kept.tolist() == [False, True, False]  # type: ignore[operator]
+
+
+def untrained_buffer_differs(group: Group) -> str:
+    module = Keeps(torch.zeros(2), lambda module: None)
+    model = andon.DataParallel(module, group, slots=3)
+    optimizer = andon.AdamW(model)
+    if group.rank == 2:
+        module.kept += 1.0  # type: ignore[operator, assignment]
+    try:
+        for _ in model.slots:
+            model.backward(model(torch.ones(2, 3)).sum(), count=2)
+        optimizer.step()
+    except andon.JidokaHalt as halt:
+        return str(halt)
+    finally:
+        model.close()
+    return "nothing"
+
+
+def test_the_first_step_compares_buffers_that_never_change() -> None:
+    with World("shm", 3) as world:
+        found = set(world.run(untrained_buffer_differs))
+    assert found == {"halted at step 1: the buffers of the model differ on rank 2"}
+
+
+class Shared(nn.Module):
+    """One layer in two segments, each with its own backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def test_a_gradient_that_arrives_twice_is_refused() -> None:
+    model = andon.DataParallel(Shared(), LocalGroup(), slots=1)
+    andon.AdamW(model)
+    with pytest.raises(ValueError, match=r"got its gradient twice.*use_reentrant=False"):
+        model.backward(model(torch.ones(2, 3, requires_grad=True)).sum(), count=2)
+    model.close()
+
+
+def convert(model: andon.DataParallel) -> None:
+    model.bfloat16()
+
+
+def freeze(model: andon.DataParallel) -> None:
+    next(model.parameters()).requires_grad_(False)
+
+
+@pytest.mark.parametrize(("change", "what"), [(convert, "was moved or converted"), (freeze, "was frozen")])
+def test_a_module_that_is_changed_behind_the_arena_is_refused(
+    change: Callable[[andon.DataParallel], None], what: str
+) -> None:
+    model = andon.DataParallel(nn.Linear(3, 1), LocalGroup(), slots=1)
+    andon.AdamW(model)
+    change(model)
+    with pytest.raises(ValueError, match=f"weight {what} after DataParallel was made"):
+        model(torch.ones(1, 3))
+    model.close()
+
+
+def test_a_sparse_gradient_is_added_like_a_dense_one() -> None:
+    found = set()
+    for sparse in (False, True):
+        torch.manual_seed(5)
+        model = andon.DataParallel(nn.Embedding(10, 3, sparse=sparse), LocalGroup(), slots=3)
+        optimizer = andon.AdamW(model)
+        for slot in model.slots:
+            model.backward(model(torch.tensor([slot, slot, 9])).square().sum(), count=3)
+        optimizer.step()
+        model.close()
+        found.add(andon.digest(model))
+    assert len(found) == 1
+
+
+def test_a_bf16_model_keeps_what_load_state_dict_gave_it() -> None:
+    model = andon.DataParallel(nn.Sequential(nn.Linear(3, 1)).bfloat16(), LocalGroup(), slots=1)
+    optimizer = andon.AdamW(model, lr=1e-3)
+    model.module[0].load_state_dict({"weight": torch.full((1, 3), 7.0), "bias": torch.zeros(1)})  # type: ignore[index]
+    for _ in model.slots:
+        model.backward(model(torch.ones(1, 3, dtype=torch.bfloat16)).sum(), count=1)
+    optimizer.step()
+    assert model.state_dict()["module.0.weight"].float().sub(7).abs().max() < 0.1
+    model.close()
+
+
+def test_a_model_needs_an_optimizer_and_a_group_of_its_own_and_its_optimizer_is_saved_by_andon() -> None:
+    group = LocalGroup()
+    model = andon.DataParallel(nn.Linear(3, 1), group, slots=1)
+    with pytest.raises(ValueError, match=r"make one first, such as andon.AdamW\(model\)"):
+        model.backward(model(torch.ones(1, 3)).sum(), count=1)
+    optimizer = andon.AdamW(model)
+    with pytest.raises(RuntimeError, match=r"save it with andon.save"):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"load it with andon.load"):
+        optimizer.load_state_dict({})
+    with pytest.raises(ValueError, match="another model exchanges over this group"):
+        andon.DataParallel(nn.Linear(3, 1), group, slots=1)
+    model.close()
+    andon.DataParallel(nn.Linear(3, 1), group, slots=1).close()
+    assert not group.before_close

@@ -149,7 +149,7 @@ def faults(chance: random.Random, size: int) -> list[str]:
 
 
 def test_kill_9_around_saves_never_costs_a_checkpoint(tmp_path: Path, tokens: Path, answer: str) -> None:
-    die_and_go_on(tmp_path, tokens, answer, kills=4, seed=SEED)
+    die_and_go_on(tmp_path, tokens, answer, kills=3, seed=SEED)
 
 
 @pytest.mark.soak

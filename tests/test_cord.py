@@ -21,7 +21,7 @@ from tests.training import digest, make_trainer, small_config, small_tokens
 SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
 COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "200")
 STEPS = 4
-WORLDS = worlds(1, 2, 3, processes_only=True)
+WORLDS = [("local", 1), ("shm", 2), *worlds(3, processes_only=True)]
 PARAMETERS = [
     "lm_head.weight",
     "model.norm.weight",

@@ -479,7 +479,7 @@ def peak_megabytes(text: Path, cache: Path, tokenizer: str) -> float:
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 def test_memory_stays_bounded(tmp_path: Path, tokenizer: str) -> None:
-    write_prose(tmp_path / "a.txt", 18 if tokenizer == "bpe" else 5)
+    write_prose(tmp_path / "a.txt", 9 if tokenizer == "bpe" else 5)
     assert peak_megabytes(tmp_path / "a.txt", tmp_path / "cache", tokenizer) < 600
 
 

@@ -241,6 +241,7 @@ def test_a_worker_that_breaks_off_in_the_middle_is_lost_and_the_others_go_on() -
         assert server.collect_and_reduce(0).gradients.tolist() == [2.0]
 
 
+@pytest.mark.alone
 def test_a_silent_worker_is_given_up_while_a_slow_one_that_beats_is_waited_for() -> None:
     with session(2, dead_after=0.5) as (server, workers), ThreadPoolExecutor(1) as pool:
         collecting = pool.submit(server.collect_and_reduce, 0)

@@ -17,7 +17,10 @@ import yaml
 from andon.engine.exchange import sum_in_halves
 from andon.integrity.probe import OPERATIONS, differing, take_probe
 from andon.numerics import AVX2, has_avx2, kernels
+from andon.transport.base import Group
+from tests.group_harness import World
 from tests.runs import SMALL, andon, environment, events, summary, train
+from tests.training import digest, make_trainer, small_config, small_tokens
 
 needs_avx512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT" or "avx512f" not in Path("/proc/cpuinfo").read_text(),
@@ -111,9 +114,9 @@ def test_workers_that_compute_other_bits_are_refused_with_the_operation_named(tm
 
 
 @needs_avx512
-@pytest.mark.parametrize("policy", ["off", "even"])
+@pytest.mark.parametrize("policy", ["off", pytest.param("even", marks=pytest.mark.soak)])
 def test_mixed_workers_hold_equal_weights_after_every_step(tmp_path: Path, policy: str) -> None:
-    steps = int(os.environ.get("ANDON_SOAK_COUNT") or 12)
+    steps = int(os.environ.get("ANDON_SOAK_COUNT") or 6)
     options = [f"--zero.policy={policy}", "--group.mixed=true", f"--train.steps={steps}", "--group.transport=star"]
     codes, output = start_mixed(tmp_path, *options)
     assert codes == [0, 0], output  # a halt would be 3: fingerprints are compared in every step
@@ -133,3 +136,23 @@ def test_processors_without_avx2_are_left_as_they_are(monkeypatch: pytest.Monkey
 
 def test_take_probe_in_this_process() -> None:
     assert list(take_probe(torch.device("cpu"))) == list(OPERATIONS)
+
+
+def train_where_rank_1_updates_otherwise(group: Group, tokens: Path) -> str:
+    group.mixed = True
+    trainer = make_trainer(group, tokens, small_config(zero__policy="off"))
+    update = trainer.optimizer.rule.update
+    if group.rank == 1:
+        trainer.optimizer.rule.update = (  # type: ignore[method-assign]
+            lambda gradients, scale, options: update(gradients, scale, {**options, "lr": options["lr"] * 1.00001})
+        )
+    for _ in range(3):
+        trainer.train_step()
+    found = digest(trainer)
+    trainer.close()
+    return found
+
+
+def test_a_machine_whose_optimizer_computes_other_bits_may_take_part(tmp_path: Path) -> None:
+    with World("shm", 3) as world:
+        assert len(set(world.run(train_where_rank_1_updates_otherwise, small_tokens(tmp_path)))) == 1

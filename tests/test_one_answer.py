@@ -21,7 +21,7 @@ from andon.transport.base import TRANSPORTS, Group
 from tests.group_harness import World, worlds
 from tests.training import make_trainer, small_config, small_tokens, train_digest
 
-STEPS = 16
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_ring_is_the_same_on_all_its_ranks_and_at_two_workers_the_answer(
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_clipping_does_not_change_the_answer(tokens: Path, size: int) -> None:
-    config = small_config(train__steps=10, optim__clip=0.05)
+    config = small_config(train__steps=6, optim__clip=0.05)
     with World("torch", 1) as world:
         (alone,) = world.run(train_digest, tokens, config)
     with World("torch", size) as world:

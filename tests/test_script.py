@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from andon.checkpoint.manifest import verify
 from andon.numerics import AVX2
 from tests.runs import andon, ctrl_c, environment, finish, start, workers_of
 
@@ -114,18 +115,63 @@ optimizer.step()
 """
 
 
-def test_a_halt_exits_with_3_and_names_the_rank(tmp_path: Path) -> None:
+def test_a_halt_exits_with_3_names_the_rank_and_keeps_the_last_committed_step(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(BAD)
     code, output = andon("run", "--workers=2", "bad.py", cwd=tmp_path)
     assert code == 3 and "halted at step 1: rank 1 computed a bad gradient" in output, output
+    bad = (
+        (EXAMPLES / "resume.py").read_text().replace("x = torch.randn(32, 64)", "x = torch.randn(32, 64) / (6 - step)")
+    )
+    (tmp_path / "bad.py").write_text(bad)
+    code, output = andon("run", "--workers=2", "bad.py", "run", "20", cwd=tmp_path)
+    assert code == 3 and "halted at step 7" in output, output
+    verify(tmp_path / "run" / "checkpoints" / "checkpoint-6")
 
 
 def test_an_error_of_the_script_exits_with_1_and_names_the_rank_and_its_log(tmp_path: Path) -> None:
     text = "import andon\ngroup = andon.init()\nif group.rank == 1:\n    raise KeyError('gone')\ngroup.barrier()\n"
     (tmp_path / "bad.py").write_text(text)
     code, output = andon("run", "--workers=2", "bad.py", cwd=tmp_path)
-    assert code == 1 and "Rank 1 ended bad.py with an error" in output and "KeyError: 'gone'" in output, output
+    assert code == 1 and "Rank 1 ended bad.py with exit code 1" in output and "KeyError: 'gone'" in output, output
     assert "KeyError" in (tmp_path / "runs" / "bad" / "logs" / "rank-1.log").read_text()
+
+
+def test_the_exit_code_of_a_script_is_that_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "seven.py").write_text("import sys, andon\nandon.init().close()\nsys.exit(7)\n")
+    code, output = andon("run", "--workers=2", "seven.py", cwd=tmp_path)
+    assert code == 7 and "ended seven.py with exit code 7" in output, output
+
+
+def test_under_plain_python_ctrl_c_saves_and_mistakes_are_three_lines(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "resume.py"), "run", "100000"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for_checkpoint(tmp_path / "run", process)
+    ctrl_c(process)
+    process.send_signal(signal.SIGTERM)  # as torchrun does
+    output = finish(process)
+    assert process.returncode == 4 and "which is saved in" in output, output
+    other = (
+        (EXAMPLES / "resume.py").read_text().replace("model = andon", "net.double().float().bfloat16(); model = andon")
+    )
+    (tmp_path / "other.py").write_text(other)
+    done = subprocess.run(
+        [sys.executable, "other.py", "run", "9"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+    )
+    what, cause, remedy = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and "does not fit this model" in what and "float32, not torch.bfloat16" in cause, done
+    assert remedy == "Use the model it was saved with, or another folder"
 
 
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_ranks_that_disagree_are_told_so(how: str) -> None:
             assert "rank 0" in outcome.message and "rank 1" in outcome.message
 
 
+@pytest.mark.alone
 def test_a_rank_that_leaves_is_lost_to_the_others_at_once() -> None:
     with World("shm", 3) as world:
         left, *others = world.outcomes(leave_early)
@@ -163,6 +164,7 @@ def test_a_rank_that_leaves_is_lost_to_the_others_at_once() -> None:
             assert outcome.seconds < 1.0 * busy()
 
 
+@pytest.mark.alone
 def test_a_long_wait_costs_hardly_any_processor_time() -> None:
     with World("shm", 2) as world:
         assert world.run(wait_long, 0.5)[0] < 0.1

@@ -182,6 +182,7 @@ assert torch.equal(flat, expected)
 """
 
 
+@pytest.mark.alone
 def test_the_ranks_of_a_killed_server_name_it() -> None:
     server = subprocess.Popen([sys.executable, "-c", SERVE, "2"], stdout=subprocess.PIPE, text=True)
     try:

@@ -56,11 +56,12 @@ def answer(tokens: Path) -> str:
     ("transport", "size"), [w for w in worlds(1, 2, 3, 4, processes_only=True) if TRANSPORTS[w[0]].one_order]
 )
 def test_every_policy_gives_the_answer(tokens: Path, answer: str, transport: str, size: int) -> None:
+    settings = SETTINGS if transport == "shm" else SETTINGS[size - 1 :: 2]  # who owns what is nothing to a transport
     with World(transport, size) as world:
-        results = world.run(train_all, tokens, SETTINGS, deadline=100)
+        results = world.run(train_all, tokens, settings, deadline=100)
     # The moments are gathered on every rank, so every rank can be asked.
     for result in results:
-        assert result == dict.fromkeys(SETTINGS, answer)
+        assert result == dict.fromkeys(settings, answer)
 
 
 def train_overlapped(group: Group, tokens: Path, tied: bool) -> tuple[str, str]:
@@ -76,8 +77,15 @@ def train_overlapped(group: Group, tokens: Path, tied: bool) -> tuple[str, str]:
     return digests[0], digests[1]
 
 
-@pytest.mark.parametrize(("transport", "size"), [*worlds(2, processes_only=True), ("shm", 3), ("star", 3), ("ring", 3)])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("transport", "size", "tied"),
+    [
+        *((*world, False) for world in worlds(2, processes_only=True)),
+        ("shm", 3, True),
+        ("star", 3, True),
+        ("ring", 3, True),
+    ],
+)
 def test_a_gather_during_the_next_forward_gives_the_answer(tokens: Path, transport: str, size: int, tied: bool) -> None:
     with World(transport, size) as world:
         results = world.run(train_overlapped, tokens, tied)

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from andon.bench.train_rank import RandomBatches, initialised, make_optimizer, make_trainer
 from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
-from andon.checkpoint.format import CHUNK_BYTES, as_bytes
+from andon.checkpoint.format import CHUNK_BYTES
+from andon.integrity.fingerprint import as_bytes
 from andon.model.shape import SHAPES
 from andon.optim.sharding import Zero
 from andon.transport.base import fastest_here, open_group

@@ -7,9 +7,9 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from andon.checkpoint.format import as_bytes
 from andon.checkpoint.manifest import Manifest
 from andon.checkpoint.store import PIECE_NAME, Moment, open_moments, reading
+from andon.integrity.fingerprint import as_bytes
 
 MODEL = "model.safetensors"
 Pair = tuple[Path, Path]

@@ -17,6 +17,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from andon.checkpoint.manifest import Record
+from andon.integrity.fingerprint import as_bytes
 
 CHUNK_BYTES = 8 << 20
 DTYPES = {
@@ -30,15 +31,15 @@ DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
 }
 At = Callable[[str], None]
 """Called at each place of a save that a fault or a cancellation may strike; it raises to stop the work."""
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in this machine's memory, without a copy."""
-    data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    return data
 
 
 def tensor_blake3(tensor: Tensor) -> str:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon.checkpoint.format import as_bytes, tensor_blake3
+from andon.checkpoint.format import tensor_blake3
 from andon.checkpoint.manifest import Damage, Damaged, Manifest
 from andon.checkpoint.manifest import read as read_manifest
 from andon.checkpoint.moments import Moments, ReadMoments
 from andon.checkpoint.snapshot import saved_buffers
 from andon.checkpoint.store import check_units, load_state, open_moments, reading
 from andon.engine.optimizer import Optimizer
+from andon.integrity.fingerprint import as_bytes
 from andon.model.hub import load_tensors
 from andon.transport.base import Group
 
@@ -70,7 +71,7 @@ def _open(folder: Path, moments: Moments, check: Check) -> Iterator[_Opened]:
     with reading(folder):
         manifest = read_manifest(folder)
         buffers = saved_buffers(moments.model.module)
-        load_tensors(moments.model.arena.parameters | buffers, folder)
+        load_tensors(moments.model.arena.parameters | buffers, folder, exactly=True)
         _check_buffers(folder, manifest, buffers)
         with open_moments(folder, manifest, moments.sizes) as read:
             yield _Opened(state, dict(manifest.units), read)
@@ -81,15 +82,15 @@ def _check_buffers(folder: Path, known: Manifest, buffers: Mapping[str, Tensor])
     saved = {tensor: (file, digest) for file, tensor, digest in known.tensors()}
     for name, buffer in buffers.items():
         file, digest = saved[name]
-        if tensor_blake3(buffer.cpu().contiguous()) != digest:
+        if tensor_blake3(buffer) != digest:
             raise Damaged(Damage(file, name, "its bytes are not what was saved"))
 
 
 def _broadcast(group: Group, buffer: Tensor) -> None:
     """Rank 0's values of a buffer of any type."""
-    host = buffer.cpu().contiguous()
-    data = group.all_gather_bytes(bytes(as_bytes(host)) if group.rank == 0 else b"")[0]
-    buffer.copy_(torch.frombuffer(bytearray(data), dtype=host.dtype).view(host.shape))
+    data = group.all_gather_bytes(bytes(as_bytes(buffer)) if group.rank == 0 else b"")[0]
+    if data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=buffer.dtype).view(buffer.shape))
 
 
 def _manifest_digest(folder: Path) -> str:

@@ -50,7 +50,7 @@ class Snapshot:
             at("snapshot")
             if self._with_weights:
                 source = self.weights[name].copy_(source)
-            self.digests[name] = tensor_blake3(source.cpu())
+            self.digests[name] = tensor_blake3(source)
         for name, source in self.sources.items():
             at("snapshot")
             self.moments[name].copy_(source)
@@ -72,7 +72,7 @@ def unit_digests(layout: Layout, digests: Mapping[str, str]) -> tuple[str, ...]:
 def weights_digests(arena: Arena) -> dict[str, str]:
     """The digest of each unit of the weights as they are, by its name."""
     views = arena.layout.views(arena.weights)
-    found = unit_digests(arena.layout, {name: tensor_blake3(view.cpu()) for name, view in views.items()})
+    found = unit_digests(arena.layout, {name: tensor_blake3(view) for name, view in views.items()})
     return {unit.name: digest for unit, digest in zip(arena.layout.units, found, strict=True)}
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from andon.checkpoint import manifest
-from andon.checkpoint.format import At, as_bytes, tensor_blake3
+from andon.checkpoint.format import At, tensor_blake3
 from andon.checkpoint.listing import REPLACED, checkpoint_path, kept, put_back, step_of, steps
 from andon.checkpoint.manifest import Manifest, Record
 from andon.checkpoint.moments import ReadMoments
@@ -30,6 +30,7 @@ from andon.checkpoint.snapshot import weights_digests
 from andon.engine.arena import Arena
 from andon.errors import UserError
 from andon.files import sync
+from andon.integrity.fingerprint import as_bytes
 
 STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row")
 PIECE_NAME = re.compile(r"([a-z_]+)\.(.+)\[(\d+):(\d+)\]")
@@ -203,5 +204,5 @@ def weights_blake3(parameters: Mapping[str, Tensor]) -> str:
     digest = blake3()
     for name in sorted(parameters):
         digest.update(name.encode())
-        digest.update(as_bytes(parameters[name].cpu()))
+        digest.update(as_bytes(parameters[name]))
     return digest.hexdigest()

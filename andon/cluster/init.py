@@ -3,16 +3,20 @@
 import atexit
 import os
 import random
+import signal
 import sys
+import threading
 import warnings
 from dataclasses import replace
+from types import TracebackType
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from andon.cluster.script import NUMERICS, join_launcher
+from andon.cluster.script import NUMERICS, join_launcher, show_without_traceback
 from andon.cluster.session import make_torch_deterministic
+from andon.cluster.signals import save_on_signal
 from andon.integrity.probe import compare_probes, take_probe
 from andon.numerics import Numerics, choose_kernels
 from andon.transport.base import Group, Settings, Wire, fastest_here, open_group
@@ -58,9 +62,32 @@ def _open(settings: Settings) -> Group:
         client.group = group
         return group
     _read_slurm()
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return LocalGroup(settings.wire)
-    return _open_torchrun(settings)
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    group = LocalGroup(settings.wire) if alone else _open_torchrun(settings)
+    _behave_as_under_andon_run(group)
+    return group
+
+
+def _behave_as_under_andon_run(group: Group) -> None:
+    """Ctrl-C ends the script after a step, which is saved; what a user got wrong is shown without a traceback."""
+    in_a_shell = hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread()
+    ours = (signal.default_int_handler, signal.SIG_IGN)  # a job in the background ignores Ctrl-C
+    if in_a_shell or signal.getsignal(signal.SIGINT) not in ours:
+        return
+    stop, before = threading.Event(), sys.excepthook
+
+    def wish_to_stop() -> None:
+        stop.set()
+        if group.rank == 0:
+            print("Stopping after this step. Once more quits at once.", file=sys.stderr, flush=True)
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if show_without_traceback(error) is None:
+            before(kind, error, trace)
+
+    group.stop_wanted = stop.is_set
+    save_on_signal(wish_to_stop, signal.default_int_handler)
+    sys.excepthook = show
 
 
 def _open_torchrun(settings: Settings) -> Group:
@@ -87,5 +114,5 @@ def _read_slurm() -> None:
 
 def _close_at_exit(group: Group) -> None:
     """A script that ends without `close` loses nothing; after an error the other ranks may be gone, so nobody waits."""
-    if getattr(sys, "last_value", None) is None:
+    if getattr(sys, "last_value", None) is None or group.world_size == 1:
         group.close()

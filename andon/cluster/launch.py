@@ -17,7 +17,7 @@ from andon.cluster.bf16 import check_bf16
 from andon.cluster.processes import Command, Workers
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
-from andon.cluster.worker import Access, work
+from andon.cluster.worker import START_AGAIN, Access, work
 from andon.config.load import load
 from andon.config.schema import Config
 from andon.control.coordinator import Coordinator
@@ -136,7 +136,7 @@ def _coordinate(
     def quit_now(number: int, frame: FrameType | None) -> None:
         if workers is None:
             raise KeyboardInterrupt
-        workers.kill()
+        workers.quit()
 
     def on_event(event: Event) -> None:
         kinds.add(event["event"])
@@ -173,6 +173,8 @@ def _coordinate(
             ]
             workers = stack.enter_context(Workers(commands, config.threads, logs))
             code = workers.wait(coordinator)
+    if workers and workers.was_quit:
+        raise UserError("The run was ended at once", "A second Ctrl-C", START_AGAIN)
     if failures := coordinator.failures + ([recorder.failure] if recorder.failure else []):
         first = failures[0]
         if workers and workers.first_signal:

@@ -60,6 +60,8 @@ class Workers:
         self.first_failure = "A worker"
         self.first_signal = ""
         """Which signal killed a worker, if one did."""
+        self.was_quit = False
+        """Whether they were killed because a person wanted that."""
         ranks = range(len(commands))
         self.processes = [_start(command, threads, log_of(logs, rank)) for rank, command in enumerate(commands)]
         self._threads = [threading.Thread(target=self._wait_for_exit, args=[rank], daemon=True) for rank in ranks]
@@ -90,7 +92,12 @@ class Workers:
             codes.append(code if code >= 0 else EXIT_USER_ERROR)
         return worst(codes)
 
-    def kill(self) -> None:
+    def quit(self) -> None:
+        """A person wants the run to end at once: kill all workers."""
+        self.was_quit = True
+        self._kill()
+
+    def _kill(self) -> None:
         """Kill all workers."""
         for process in self.processes:
             process.kill()
@@ -99,7 +106,7 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        self._kill()
         until = time.monotonic() + GRACE
         for thread in self._threads:  # a process that hangs in a disk cannot be killed and is left behind
             thread.join(max(0.0, until - time.monotonic()))

@@ -47,7 +47,7 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
     def quit_now(number: int, frame: FrameType | None) -> None:
         if workers is None:
             raise KeyboardInterrupt
-        workers.kill()
+        workers.quit()
 
     with contextlib.ExitStack() as stack:
         credentials = Credentials(new_token())
@@ -71,9 +71,11 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
             log_of(logs, rank).unlink(missing_ok=True)
         workers = stack.enter_context(Workers(commands, 1, logs))
         code = workers.wait(coordinator)
+    if workers.was_quit:
+        raise UserError(f"{script.name} was ended at once", "A second Ctrl-C", "What it saved before is intact")
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
-        what = f"{workers.first_failure} ended {script.name} with an error"
-        raise UserError(what, _last_words(workers, logs), f"Look at {logs}")
+        what = f"{workers.first_failure} ended {script.name} with exit code {code}"
+        show_error(console, UserError(what, _last_words(workers, logs), f"Look at {logs}"))
     return code
 
 
@@ -110,18 +112,25 @@ def main(arguments: Sequence[str]) -> int:
     try:
         runpy.run_path(script, run_name="__main__")
         return 0
-    except (UserError, GroupError) as error:
-        if isinstance(error, GroupError):
-            error = UserError(str(error), "A worker died or cannot be reached", "Run the same command again")
-        show_error(Terminal(stderr=True), error)
-        return EXIT_USER_ERROR
     except Exception as error:
-        from andon.integrity.halt import JidokaHalt
-
-        if not isinstance(error, JidokaHalt):
+        if (code := show_without_traceback(error)) is None:
             raise
+        return code
+
+
+def show_without_traceback(error: BaseException) -> int | None:
+    """Show what a user, a file or a peer got wrong, or a halt; the exit code. None: it is some other error."""
+    from andon.integrity.halt import JidokaHalt
+
+    if isinstance(error, JidokaHalt):
         print(harmless(str(error)), file=sys.stderr)
         return EXIT_HALTED
+    if isinstance(error, GroupError):
+        error = UserError(str(error), "A worker died or cannot be reached", "Run the same command again")
+    if isinstance(error, UserError):
+        show_error(Terminal(stderr=True), error)
+        return EXIT_USER_ERROR
+    return None
 
 
 if __name__ == "__main__":

@@ -36,6 +36,23 @@ class SlotLoss:
     count: int
 
 
+class _OnItsWay(Tensor):
+    """`grad` of a parameter between its backward and the end of the step, without memory: whoever uses it learns why
+    that cannot be."""
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, device: torch.device) -> "_OnItsWay":
+        made: _OnItsWay = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "the gradients are on their way to the other ranks: call backward of the DataParallel model, clip with "
+            "optimizer.step(clip=...), and read them after the step"
+        )
+
+
 class Accumulator:
     """The gradients of one worker's slots, in `rows`; a unit that is ready there belongs to the exchange."""
 
@@ -49,6 +66,7 @@ class Accumulator:
         folds = membership.order.folds(membership.rank, accumulate=self.wire == "f32")
         self._folds = {fold.slot: fold for fold in folds}
         self._views = [arena.layout.views(row) for row in self.rows]
+        self._on_its_way = {name: _OnItsWay(piece.shape, arena.device) for name, piece in arena.layout.slices.items()}
         self._backward: _Backward | None = None
         self._inspection: tuple[int, Inspect] | None = None
         self._failed = False
@@ -71,6 +89,8 @@ class Accumulator:
         slot = self._due_slot()
         if slot is None:
             raise ValueError(f"all {len(self.membership.slots)} slots of this step are done: end the step")
+        if not self.exchange.has_owners:
+            raise ValueError("the model has no optimizer yet: make one first, such as andon.AdamW(model)")
         fold = self._folds[slot]
         for name, parameter in self.arena.parameters.items():
             view = self._views[fold.row][name]
@@ -81,8 +101,8 @@ class Accumulator:
         loss.backward()  # type: ignore[no-untyped-call]
         self._backward.complete()
         self._backward, self._failed = None, False
-        for parameter in self.arena.parameters.values():
-            parameter.grad = None  # until the step ends there is nothing to read: it may be on its way
+        for name, parameter in self.arena.parameters.items():
+            parameter.grad = self._on_its_way[name]
         self.losses.append(SlotLoss(slot, loss.detach(), count))
 
     def end_step(self) -> list[SlotLoss]:
@@ -145,8 +165,15 @@ class _Backward:
 
     def arrived(self, unit: int, name: str, parameter: nn.Parameter) -> None:
         """A parameter has its gradient: put it into the row and hand over what is ready."""
+        if name not in self._missing[unit]:
+            raise ValueError(
+                f"{name} got its gradient twice in one backward: checkpoint with use_reentrant=False the modules that "
+                "share it"
+            )
         view = self._views[name]
         assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = None

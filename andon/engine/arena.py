@@ -138,7 +138,9 @@ class Arena:
     def __init__(self, model: nn.Module, allocate: Callable[[int], Tensor] | None = None) -> None:
         self.layout = Layout(backward_order(model))
         self.wait_for_weights: Callable[[], None] = _nothing_to_wait_for
-        self._parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        parameters = dict(model.named_parameters())
+        self._parameters = {name: value for name, value in parameters.items() if value.requires_grad}
+        self._frozen = {name: value for name, value in parameters.items() if not value.requires_grad}
         assert self._parameters.keys() == self.layout.slices.keys()
         self.device = next(iter(self._parameters.values())).device
         dtype = _common_dtype(self._parameters)
@@ -150,6 +152,20 @@ class Arena:
             parameter.data, parameter.grad = view, None
             parameter.grad_dtype = torch.float32
             set_grad_out(parameter, None)
+        self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
+
+    def check_module(self) -> None:
+        """Refuse a module that was moved, converted, frozen or unfrozen since its parameters are here."""
+        frozen = [name for name, value in self._parameters.items() if not value.requires_grad]
+        if changed := frozen + [name for name, value in self._frozen.items() if value.requires_grad]:
+            how = "frozen" if frozen else "unfrozen"
+            raise ValueError(f"{changed[0]} was {how} after DataParallel was made: freeze and unfreeze before that")
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._addresses[name]:
+                raise ValueError(
+                    f"{name} was moved or converted after DataParallel was made: call .to(), .bfloat16() and the like "
+                    "before that, and change weights in place"
+                )
 
     @property
     def weights(self) -> Tensor:

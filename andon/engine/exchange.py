@@ -52,6 +52,8 @@ class Exchange:
         # A new thread starts with torch's default number of compute threads: give it the worker's.
         same_threads = partial(torch.set_num_threads, torch.get_num_threads())
         self.thread = ThreadPoolExecutor(1, "andon-exchange", initializer=same_threads)
+        self.has_owners = False
+        """Whether an optimizer has decided who gets which part of the gradients."""
         self._sums = GradientSums(arena, membership.slots)
         self._tasks: list[Future[None]] = []
         self._bad: list[str] = []
@@ -63,6 +65,7 @@ class Exchange:
         preserves_inputs = TRANSPORTS[self.membership.group.transport].reduce_preserves_inputs
         self._checks_before_reduce = not (self._scatters and preserves_inputs)
         self._cells = _OwnedCells(self.arena, self.membership, ownership)
+        self.has_owners = True
 
     def note_gradient(self, slot: int, name: str, gradient: Tensor) -> None:
         """A gradient is complete, and still in the cache: the place for what must be read of it."""

@@ -32,6 +32,7 @@ class Gather:
         Overlap is for a module that uses a unit's weights only by calling the unit's module."""
         self._overlap = overlap
         module.register_state_dict_pre_hook(lambda *_: self.wait())  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(lambda *_: self.wait())  # type: ignore[no-untyped-call]
         modules = dict(module.named_modules()) if overlap else {}
         names = Counter(value for _, value in module.named_parameters(remove_duplicate=False))
         parameters, first = self.arena.parameters, []

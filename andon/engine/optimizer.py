@@ -6,10 +6,11 @@ No weight changes before every rank has agreed on the verdict, and every rank co
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from andon.engine.exchange import Passenger
 from andon.engine.parallel import DataParallel
@@ -100,7 +101,11 @@ class Optimizer(torch.optim.Optimizer):
         """What the ranks must agree on besides their bits: configuration, data."""
         self.judge: Judge = halt_unless_sound
         self.stop = StopVote(membership.group.stop_wanted)
+        self.on_halt: Callable[[JidokaHalt], None] = _nothing
+        """Called with a halt before it is raised; the same on every rank."""
         model.before_step = self._leave_if_agreed
+        for prefix, module in model.module.named_modules():
+            module.register_load_state_dict_post_hook(partial(self._weights_loaded, prefix))
         self.checkpoints: object = None
         """What `andon.save` and `andon.load` keep for it."""
         self.passengers: list[Passenger] = [self.stop, model.buffers_of_step]
@@ -110,6 +115,18 @@ class Optimizer(torch.optim.Optimizer):
         """Before a step: if a stop was asked for, end the process; `andon.load` and `andon.save` see to it first."""
         if self.stop.agreed:
             raise SystemExit(EXIT_STOPPED)
+
+    def _weights_loaded(self, prefix: str, module: nn.Module, _: object) -> None:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        self.rule.weights_changed({f"{prefix}.{name}" if prefix else name for name in names})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: the state is shared out among the ranks."""
+        raise RuntimeError("the optimizer's state is shared out among the ranks: save it with andon.save")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused: the state is shared out among the ranks."""
+        raise RuntimeError("the optimizer's state is shared out among the ranks: load it with andon.load")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The one group of all trained parameters."""
@@ -145,6 +162,13 @@ class Optimizer(torch.optim.Optimizer):
         `clip` is the largest norm of the mean gradient; 0: it is not clipped."""
         if not isinstance(clip, int | float):
             raise TypeError("step takes no closure: `clip` is the largest norm of the gradient")
+        try:
+            return self._step(clip)
+        except JidokaHalt as halt:
+            self.on_halt(halt)
+            raise
+
+    def _step(self, clip: float) -> Totals:
         model, step = self.model, self.progress.step + 1
         with model.phases("fingerprint"):  # while the last units are exchanged
             fingerprints = self._take_fingerprints(f"{step} {self.options} {clip} {self.facts}")
@@ -202,6 +226,10 @@ class Optimizer(torch.optim.Optimizer):
             for flat in self.rule.state.values():
                 for unit, bounds in zip(self.model.arena.layout.units, self._updaters.bounds or (), strict=True):
                     self.model.group.all_gather(flat[unit.start : unit.stop], bounds)
+
+
+def _nothing(_: JidokaHalt) -> None:
+    pass
 
 
 class AdamW(Optimizer):

@@ -20,7 +20,7 @@ from andon.engine.membership import Membership
 from andon.engine.phases import Phases
 from andon.engine.progress import Progress
 from andon.engine.slots import Buffers, Slots, seed_generators
-from andon.integrity.fingerprint import WIDTH, blame_by_majority
+from andon.integrity.fingerprint import WIDTH, as_bytes, blame_by_majority
 from andon.integrity.halt import JidokaHalt
 from andon.transport.base import Group
 
@@ -36,6 +36,8 @@ class DataParallel(nn.Module):
         self, module: nn.Module, group: Group, slots: int, seed: int = 0, overlap_gather: bool = False
     ) -> None:
         super().__init__()
+        if group.exchanging:
+            raise ValueError("another model exchanges over this group: close it first, or put both into one module")
         self.module, self.seed = module, seed
         self.progress = Progress()
         self.membership = Membership.of(group, slots)
@@ -55,6 +57,7 @@ class DataParallel(nn.Module):
         """The slot that has begun."""
         module.register_forward_pre_hook(lambda *_: self._begin_if_due())
         group.before_close.append(self.close)
+        group.exchanging = True
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own forward."""
@@ -79,6 +82,7 @@ class DataParallel(nn.Module):
         """A slot begins: what it computes depends on seed, step and slot, and on nothing before it."""
         if not self.gradients.losses:
             self.before_step()
+            self.arena.check_module()
             self.phases.begin(self.progress.step + 1)
             self.buffers_of_step.begin_step()
         self._slot = slot
@@ -120,6 +124,10 @@ class DataParallel(nn.Module):
         finally:
             self.exchange.close()
             self.gradients.close()
+            group = self.membership.group
+            group.exchanging = False
+            if self.close in group.before_close:
+                group.before_close.remove(self.close)
 
 
 def _compare_what_is_not_trained(module: nn.Module, group: Group) -> None:
@@ -127,17 +135,12 @@ def _compare_what_is_not_trained(module: nn.Module, group: Group) -> None:
     tensors: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if not each.requires_grad}
     tensors.update(module.named_buffers())
     prints = [blake3(repr([(name, value.shape, value.dtype) for name, value in tensors.items()]).encode())]
-    prints += [blake3(_bytes(value)) for value in tensors.values()]
+    prints += [blake3(as_bytes(value)) for value in tensors.values()]
     everyone = group.all_gather_bytes(b"".join(each.digest(WIDTH) for each in prints))
     for index, name in enumerate(["the names of frozen parameters", *tensors]):
         found = [of_rank[index * WIDTH : (index + 1) * WIDTH] for of_rank in everyone]
         if len(set(found)) > 1:
             raise JidokaHalt(1, f"{name} is not trained, and differs{blame_by_majority(found)}", sound=False)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return data
 
 
 def _nothing() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from andon.engine.membership import Membership
 from andon.engine.order import make_order
+from andon.integrity.fingerprint import as_bytes
 
 
 def seed_generators(seed: int, step: int, slot: int) -> None:
@@ -45,7 +46,10 @@ class Slots:
 
 
 class Buffers:
-    """The buffers of a module during a step; which of them forward has changed is told with the step's exchange."""
+    """The buffers of a module during a step; which of them forward has changed is told with the step's exchange.
+
+    A buffer that forward creates or gives another shape cannot be averaged: it is left alone if it is registered with
+    `persistent=False`, as a cache is, and refused otherwise."""
 
     def __init__(self, module: nn.Module, membership: Membership) -> None:
         self.module, self.membership = module, membership
@@ -53,24 +57,36 @@ class Buffers:
         """Those that forward has ever changed on any rank, in the order of names."""
         self._before: dict[str, Tensor] = {}
         self._after: dict[int, dict[str, Tensor]] = {}
+        self._all_compared = False
+        for _, buffer, _ in self._registered():
+            if any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
+                buffer.data = buffer.clone()  # an expanded one cannot be written to
 
     def begin_step(self) -> None:
         """Keep the values with which every slot begins."""
-        self._before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        self._before = {name: buffer.clone() for name, buffer, _ in self._registered()}
         self._after = {}
 
     def note(self, slot: int) -> None:
         """Forward of a slot is done: note what it has changed."""
-        found = dict(self.module.named_buffers())
-        changed = [name for name, value in self._before.items() if not torch.equal(found[name], value)]
-        self._after[slot] = {name: found[name].clone() for name in changed}
+        after = self._after[slot] = {}
+        for name, buffer, saved in self._registered():
+            before = self._before.get(name)
+            if before is not None and _same_kind(before, buffer):
+                if not torch.equal(before, buffer):
+                    after[name] = buffer.clone()
+            elif saved:
+                what = "creates the buffer" if before is None else "gives another shape or dtype to the buffer"
+                remedy = "create it so in __init__, or register it with persistent=False if it is a cache"
+                raise ValueError(f"forward {what} {name}, which a checkpoint could not load: {remedy}")
 
     @torch.no_grad()
     def restore(self) -> None:
         """Give every buffer the value with which slots begin; backward may still need what forward left."""
-        for name, buffer in self.module.named_buffers():
-            if name in self._before and not torch.equal(buffer, self._before[name]):
-                buffer.copy_(self._before[name])
+        for name, buffer, _ in self._registered():
+            before = self._before.get(name)
+            if before is not None and _same_kind(before, buffer) and not torch.equal(before, buffer):
+                buffer.copy_(before)
 
     def status(self) -> list[str]:
         """What this rank's slots have changed."""
@@ -79,6 +95,7 @@ class Buffers:
     def receive(self, statuses: Sequence[Sequence[str]]) -> None:
         """What all ranks' slots have changed."""
         self.changing = sorted({*self.changing, *(name for names in statuses for name in names)})
+        self._all_compared = True
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -86,14 +103,14 @@ class Buffers:
         if not self.changing:
             return
         slots = [self._after.get(slot, {}) for slot in self.membership.slots]
-        mine = b"".join(_bytes(after.get(name, self._before[name])) for after in slots for name in self.changing)
+        mine = b"".join(as_bytes(after.get(name, self._before[name])) for after in slots for name in self.changing)
         everyone = torch.frombuffer(
             bytearray(b"".join(self.membership.group.all_gather_bytes(mine))), dtype=torch.uint8
         )
-        found = dict(self.module.named_buffers())
+        found = {name: buffer for name, buffer, _ in self._registered()}
         pieces = self._cut(everyone)
         for name in self.changing:
-            found[name].copy_(_mean([slot[name] for slot in pieces]))
+            found[name].copy_(_mean(self._before[name], [slot[name] for slot in pieces]))
 
     def _cut(self, everyone: Tensor) -> list[dict[str, Tensor]]:
         """The values of every slot, from the bytes of all of them."""
@@ -108,18 +125,31 @@ class Buffers:
         ]
 
     def fingerprint(self) -> Iterator[bytes]:
-        """The bytes that ranks compare: of every buffer that changes, as the step began."""
-        return (_bytes(self._before[name]) for name in self.changing)
+        """The bytes that ranks compare, as the step began: of every buffer that changes, in the first step of all."""
+        names = self.changing if self._all_compared else sorted(self._before)
+        return (bytes(as_bytes(self._before[name])) for name in names)
+
+    def _registered(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """(name, buffer, whether it is saved) of every buffer that is there."""
+        for path, module in self.module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    saved = name not in module._non_persistent_buffers_set
+                    yield f"{path}.{name}" if path else name, buffer, saved
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _same_kind(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
-def _mean(values: Sequence[Tensor]) -> Tensor:
-    """The mean in the one order; of whole numbers rounded down, so that a count stays what it is in every slot."""
-    whole = not (values[0].is_floating_point() or values[0].is_complex())
-    wide = torch.complex128 if values[0].is_complex() else torch.float64
+def _mean(before: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """The mean in the one order; of whole numbers rounded down, so that a count stays what it is in every slot. A flag
+    changes if any slot changed it."""
+    if before.dtype == torch.bool:
+        before = before.to(values[0].device)
+        return before ^ torch.stack([value ^ before for value in values]).any(0)
+    whole = not (before.is_floating_point() or before.is_complex())
+    wide = torch.complex128 if before.is_complex() else torch.float64
     terms = [value.to(torch.int64 if whole else wide, copy=True) for value in values]
     make_order(len(terms), len(terms)).add_up(terms)
     return terms[0] // len(terms) if whole else terms[0] / len(terms)

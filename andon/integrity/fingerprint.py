@@ -72,6 +72,13 @@ def compare_replicas(group: Group, step: int, own: Sequence[Tensor], replica: Se
             raise JidokaHalt(step, cause, sound=False)
 
 
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy if it is contiguous and in this machine's memory."""
+    flat = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1)
+    data: memoryview = flat.view(torch.uint8).numpy().data
+    return data
+
+
 def cell_sums(buffer: Tensor) -> npt.NDArray[np.int64]:
     """The sum of each cell, read as 64-bit integers that wrap around."""
     sums = buffer.view(torch.int64).view(-1, CELL * buffer.element_size() // 8).sum(1)

@@ -85,15 +85,21 @@ def load_model(folder: Path) -> Llama:
     return model
 
 
-def load_tensors(wanted: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy tensors of `model.safetensors` (or its numbered parts) into those that are wanted, by name."""
+def load_tensors(wanted: Mapping[str, Tensor], folder: Path, exactly: bool = False) -> None:
+    """Copy tensors of `model.safetensors` (or its numbered parts) into those that are wanted, by name.
+
+    With `exactly`, the file must hold no others, and have their dtypes."""
     found: set[str] = set()
     for part in sorted(folder.glob(WEIGHTS)):
         with _open(part) as file:
             for name in file.keys():  # noqa: SIM118 (not a dictionary)
                 if name not in wanted:
+                    if exactly:
+                        raise _another_shape(part, f"the model has no {name}")
                     continue
                 tensor = file.get_tensor(name)
+                if exactly and tensor.dtype != wanted[name].dtype:
+                    raise _another_shape(part, f"{name} is {tensor.dtype}, not {wanted[name].dtype}")
                 if tensor.shape != wanted[name].shape:
                     raise _another_shape(part, f"{name} is {list(tensor.shape)}, not {list(wanted[name].shape)}")
                 wanted[name].data.copy_(tensor)
@@ -114,5 +120,5 @@ def _open(part: Path) -> Iterator[Any]:
 
 
 def _another_shape(place: Path, detail: str) -> UserError:
-    remedy = "Use the configuration it was saved with, or another --run.dir"
+    remedy = "Use the model it was saved with, or another folder"
     return UserError(f"{place} does not fit this model", detail, remedy)

@@ -4,7 +4,7 @@ Where the weights are bf16, the state also holds the *master*: the same weights 
 master, and the weights are the master rounded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,14 @@ class AdamWRule(UpdateRule):
                             kind.append(_Run(lo, hi, offset + lo - start))
             offset += stop - start
         return matrices, vectors
+
+    @torch.no_grad()
+    def weights_changed(self, parameters: Collection[str]) -> None:
+        """The master is what the weights are now."""
+        for name, lo, hi, offset in self.pieces() if "master" in self.state else ():
+            if name in parameters:
+                weights = self.arena.layout.view(self.arena.weights, name).view(-1)
+                self.state["master"][offset : offset + hi - lo] = weights[lo:hi]
 
     @torch.no_grad()
     def update(self, gradients: Tensor, scale: float, options: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ rank keeps state only for the parts that it owns. A new optimizer is one file wi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,9 @@ class UpdateRule(ABC):
     def update(self, gradients: Tensor, scale: float, options: Mapping[str, Any]) -> None:
         """Update the weights from summed gradients, which are divided by `scale`. `options` are those of the parameter
         group: `lr`, and whatever the optimizer was made with."""
+
+    def weights_changed(self, parameters: Collection[str]) -> None:  # noqa: B027 (most rules keep no such state)
+        """Somebody has set these weights; state that follows from them has to follow."""
 
     def pieces(self, within: Sequence[Range] | None = None) -> Iterator[tuple[str, int, int, int]]:
         """(name, lo, hi, offset): the state of elements [lo, hi) of a parameter begins at `offset`.

@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from andon.checkpoint.checkpointer import PATIENCE, Checkpointer, RunFacts, SaveSettings
+from andon.checkpoint.format import DTYPES
+from andon.checkpoint.snapshot import saved_buffers
 from andon.checkpoint.store import weights_blake3
 from andon.engine.optimizer import Optimizer
 from andon.engine.parallel import DataParallel
@@ -61,6 +63,9 @@ class ScriptCheckpoints:
         self.folder, self.optimizer, self.scheduler = folder, optimizer, scheduler
         model, group = optimizer.model, optimizer.model.group
         self.is_rank_0 = group.rank == 0
+        for name, buffer in saved_buffers(model.module).items():
+            if buffer.dtype not in DTYPES:
+                raise TypeError(f"the buffer {name} is {buffer.dtype}, which a checkpoint cannot hold")
         self._held = RunFolder(folder) if self.is_rank_0 else None
         if self._held:
             self._held.take()
@@ -83,6 +88,7 @@ class ScriptCheckpoints:
         self.checkpointer = Checkpointer(optimizer, facts, SaveSettings(keep=keep), self._tell)
         optimizer.passengers.append(self.checkpointer)
         model.before_step = self._stop_if_agreed
+        optimizer.on_halt = self.checkpointer.after_halt
         group.before_close.append(self.close)
 
     def load(self) -> int:

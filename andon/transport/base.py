@@ -121,6 +121,8 @@ class Group(ABC):
     """Whether its machines compute other bits: then each weight is updated by one rank and sent to the others."""
     stop_wanted: Callable[[], bool] = staticmethod(lambda: False)
     """Whether this rank was asked to stop; all ranks learn it with the next step."""
+    exchanging: bool = False
+    """Whether a model exchanges over it: its collectives come from one thread, so there can be only one."""
     bytes_sent: int = 0
     """Payload that this rank has sent; in shared memory, what it moved between its own and others'."""
 

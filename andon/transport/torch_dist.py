@@ -9,6 +9,7 @@ With bf16 on the wire, contributions and all partial sums are rounded to bf16; a
 given, exactly.
 """
 
+import contextlib
 import hmac
 import os
 import re
@@ -216,9 +217,21 @@ class TorchGroup(Group):
         seconds = time.monotonic() - started
         # A peer that closes its connection at the deadline timed out waiting for the one still silent.
         if silent and seconds >= self.timeout:
-            raise GroupTimeout(min(silent), operation, seconds)
+            raise GroupTimeout(min(self._without_those_who_wait(silent)), operation, seconds)
         if failure:
             raise failure
+
+    def _without_those_who_wait(self, silent: set[int]) -> set[int]:
+        """The silent peers without those who time out, too, as the store tells: they wait for the one that is lost."""
+        until = time.monotonic() + GRACE
+        waiting: set[int] = set()
+        with contextlib.suppress(RuntimeError):  # the store may be lost as well
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"andon/waits/{self.rank}", "")
+            while len(silent - waiting) > 1 and time.monotonic() < until:
+                waiting = {peer for peer in silent if store.check([f"andon/waits/{peer}"])}
+                time.sleep(0.01)
+        return silent - waiting or silent
 
     def _wait_for(self, work: dist.Work | None, peer: int, operation: str, started: float) -> None:
         assert work is not None, f"rank {self.rank} is not part of the process group"

@@ -646,7 +646,7 @@ MUTANTS = [
         "second-signal-ignored",
         "A second Ctrl-C does not end the workers.",
         "cluster/launch.py",
-        "        workers.kill()\n",
+        "        workers.quit()\n",
         "        coordinator.stop()\n",
         ("test_interrupt.py::test_a_second_ctrl_c_quits_at_once_and_leaves_no_process",),
     ),
