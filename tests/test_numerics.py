@@ -80,7 +80,16 @@ def start_mixed(cwd: Path, *options: str) -> tuple[list[int], str]:
     command = [sys.executable, "-m", "andon"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(
-        [*command, "coordinator", *SMALL, "--workers=2", "--run.dir=run", "--numerics=native", *options],
+        [
+            *command,
+            "coordinator",
+            *SMALL,
+            "--workers=2",
+            "--run.dir=run",
+            "--numerics=native",
+            "--bind=127.0.0.1:0",
+            *options,
+        ],
         cwd=cwd,
         env=environment(cwd),
         **pipes,
@@ -93,7 +102,7 @@ def start_mixed(cwd: Path, *options: str) -> tuple[list[int], str]:
             output += line
         address = output.split("andon worker ")[1].split()[0]
         workers = [
-            subprocess.Popen([*command, "worker", address], cwd=cwd, env=environ, **pipes)
+            subprocess.Popen([*command, "worker", address, "--token-file=run/token"], cwd=cwd, env=environ, **pipes)
             for environ in (native(cwd), native(cwd) | dict(kernels("portable")))
         ]
         try:
