@@ -1,5 +1,6 @@
 """One rank of the benchmark of a script: a small CNN with Andon's Python interface and with PyTorch's DDP, in turn."""
 
+import gc
 import json
 import sys
 import time
@@ -54,6 +55,21 @@ def ddp_step(x: Tensor, y: Tensor) -> Callable[[], None]:
     return step
 
 
+def measure(task: dict[str, Any], images: int, group: Group, gloo: Group) -> dict[str, list[float]]:
+    """Seconds of each one's steps by name."""
+    x, y = torch.randn(images, 1, 16, 16), torch.arange(images) % 4
+    works = {"andon": andon_step(group, x, y), "ddp": ddp_step(x, y)}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(task["repetitions"] + WARM_UP):
+        for name, work in works.items():
+            gloo.barrier()
+            started = time.perf_counter()
+            for _ in range(task["steps"]):
+                work()
+            seconds[name].append((time.perf_counter() - started) / task["steps"])
+    return {name: each[WARM_UP:] for name, each in seconds.items()}
+
+
 def main(task: dict[str, Any]) -> None:
     """Measure and print the seconds of every step as JSON, by number of images."""
     torch.set_num_threads(1)
@@ -62,18 +78,10 @@ def main(task: dict[str, Any]) -> None:
     gloo = open_group("torch", rendezvous)
     results = {}
     for images in task["images"]:
-        x, y = torch.randn(images, 1, 16, 16), torch.arange(images) % 4
         with open_group(task["transport"], rendezvous) as group:
-            works = {"andon": andon_step(group, x, y), "ddp": ddp_step(x, y)}
-            seconds: dict[str, list[float]] = {name: [] for name in works}
-            for _ in range(task["repetitions"] + WARM_UP):
-                for name, work in works.items():
-                    gloo.barrier()
-                    started = time.perf_counter()
-                    for _ in range(task["steps"]):
-                        work()
-                    seconds[name].append((time.perf_counter() - started) / task["steps"])
-            results[str(images)] = {name: each[WARM_UP:] for name, each in seconds.items()}
+            results[str(images)] = measure(task, images, group, gloo)
+    # A DDP model that outlives the process group joins its threads while it holds the lock that they wait for.
+    gc.collect()
     gloo.barrier()
     gloo.close()
     print(json.dumps(results), flush=True)

@@ -4,6 +4,7 @@ Each rank holds the same model several times: under Andon's step and under what 
 turns, a step each, so that what disturbs the machine disturbs all of them alike.
 """
 
+import gc
 import json
 import sys
 import time
@@ -145,6 +146,7 @@ def main(task: dict[str, Any]) -> None:
         results[str(tokens)] = measure(task, tokens, groups, gloo)
         for group in groups:
             group.close()
+    gc.collect()  # a DDP model that outlives the process group can hang in its end
     gloo.barrier()
     gloo.close()
     print(json.dumps(results), flush=True)
