@@ -292,6 +292,19 @@ def bench_train(
     run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, zero, as_json)
 
 
+@bench_app.command("gpu")
+def bench_gpu(
+    preset: Preset = "350m",
+    batch: Annotated[int, typer.Option(min=1, help="Windows per step.")] = 32,
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of each; the median counts.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure Andon's step on one GPU against the same shape in transformers, interleaved in one run."""
+    from andon.bench.gpu import main as run
+
+    run(preset, batch, repetitions, as_json)
+
+
 @bench_app.command("hosts")
 def bench_hosts(
     rates: Annotated[str, typer.Option(help="Rates of the hosts' networks.")] = "100mbit,1gbit",

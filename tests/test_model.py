@@ -100,7 +100,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 def test_a_cache_gives_the_logits_of_the_whole_row() -> None:
     model, x = make(SMALL), tokens(SMALL, length=10)
-    cache = Cache(SMALL, 2, model.lm_head.weight)
+    cache = Cache(model, 2)
     with torch.no_grad():
         pieces = [model.logits(x[:, :4], cache)] + [model.logits(x[:, at : at + 1], cache) for at in range(4, 10)]
         torch.testing.assert_close(torch.cat(pieces, 1), model.logits(x), atol=1e-5, rtol=1e-5)

@@ -59,8 +59,8 @@ def test_the_sum_of_the_norm_depends_on_the_length_alone() -> None:
     while len(tree) > 1:
         half = (len(tree) + 1) // 2
         tree = [tree[i] + tree[half + i] if half + i < len(tree) else tree[i] for i in range(half)]
-    assert sum_in_halves(values) == tree[0]
-    assert sum_in_halves(np.zeros(0)) == 0.0
+    assert sum_in_halves(torch.from_numpy(values.copy())) == tree[0]
+    assert sum_in_halves(torch.zeros(0)) == 0.0
 
 
 def test_a_run_writes_its_probe_and_a_resume_elsewhere_names_what_differs(tmp_path: Path) -> None:

@@ -107,11 +107,11 @@ class TrainConfig(Section):
     context: int = Field(gt=0, le=LARGEST["context"])
     """Tokens per window."""
     precision: Literal["auto", "f32", "bf16"] = "auto"
-    """Autocast to bf16, or plain f32; `auto` is bf16 on CUDA devices that have it."""
+    """Compute in bf16, or in f32; `auto` is bf16 on CUDA devices."""
     weights: Literal["f32", "bf16"] = "f32"
     """Format of the model's weights; with bf16, AdamW keeps an f32 master of the weights that a rank owns."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | None = None
+    """Compile each block with torch.compile; by default on CUDA devices."""
 
 
 class OptimConfig(Section):

@@ -16,7 +16,6 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -63,7 +62,8 @@ class Exchange:
         self.ownership = ownership
         self._scatters = ownership.sharded and ownership.replicas == 1
         preserves_inputs = TRANSPORTS[self.membership.group.transport].reduce_preserves_inputs
-        self._checks_before_reduce = not (self._scatters and preserves_inputs)
+        alone = self.membership.world_size == 1
+        self._checks_before_reduce = not alone and not (self._scatters and preserves_inputs)
         self._cells = _OwnedCells(self.arena, self.membership, ownership)
         self.has_owners = True
 
@@ -76,7 +76,7 @@ class Exchange:
         """A unit is ready in this rank's rows: it has its turn after those before it."""
         before = self._tasks[-1] if self._tasks else None
         self.seconds = self.seconds if before else 0.0
-        if len(self.arena.layout.units) == 1:  # nothing is left for backward to do meanwhile
+        if self.membership.world_size == 1 or len(self.arena.layout.units) == 1:  # nothing to wait for meanwhile
             self._tasks.append(_Later(self._reduce, unit, merges, rows, before))
         else:
             self._tasks.append(self.thread.submit(self._reduce, unit, merges, rows, before))
@@ -155,7 +155,7 @@ class _OwnedCells:
         ends = list(accumulate((hi - lo) // CELL for each in spans for lo, hi in each))
         self._bounds = [0, *ends[units - 1 :: units]]
         by_rank = [np.arange(lo // CELL, hi // CELL) for each in spans for lo, hi in each]
-        self._arena_order = np.argsort(np.concatenate(by_rank))
+        self._arena_order = torch.from_numpy(np.argsort(np.concatenate(by_rank))).to(arena.device)
         starts = [0, *ends][membership.rank * units :]
         self._spans = [(lo, hi, at) for (lo, hi), at in zip(spans[membership.rank], starts, strict=False)]
         """For each unit: the range that this rank measures, and where its cells lie among the norms."""
@@ -168,16 +168,16 @@ class _OwnedCells:
 
     def norm(self) -> float:
         """The norm over all cells, added up in the order of the arena."""
-        self.membership.group.all_gather(self._norms, self._bounds)
-        cells = self._norms.cpu().numpy().astype(np.float64)[self._arena_order]
-        return math.sqrt(sum_in_halves(cells * cells))
+        if self.membership.world_size > 1:
+            self.membership.group.all_gather(self._norms, self._bounds)
+        cells = self._norms.double()[self._arena_order]
+        return math.sqrt(sum_in_halves(cells * cells).item())
 
 
-def sum_in_halves(values: npt.NDArray[np.float64]) -> float:
-    """The sum in an order that depends on the length alone, and not on how a library adds on this machine."""
-    values = values.copy()
+def sum_in_halves(values: Tensor) -> Tensor:
+    """The sum in an order that depends on the length alone, and not on how a library adds on this device."""
     while len(values) > 1:
         half = (len(values) + 1) // 2
         values[: len(values) - half] += values[half:]
         values = values[:half]
-    return float(values.sum())
+    return values.sum()

@@ -32,11 +32,11 @@ def sample(
 
 def _draw(model: Llama, rows: Tensor, length: int, temperature: float, seed: int) -> Iterator[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    cache, unseen = Cache(model.shape, len(rows), model.cos), rows
+    cache, unseen = Cache(model, len(rows)), rows
     for _ in range(length):
         if cache.length + unseen.shape[1] > model.shape.context:
             # The context is full: continue from its later half.
-            cache, unseen = Cache(model.shape, len(rows), model.cos), rows[:, -(model.shape.context // 2) :]
+            cache, unseen = Cache(model, len(rows)), rows[:, -(model.shape.context // 2) :]
         logits = model.logits(unseen, cache)[:, -1].float().cpu()
         if temperature < COLDEST:
             drawn = logits.argmax(-1, keepdim=True)

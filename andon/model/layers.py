@@ -5,9 +5,9 @@ costs more memory traffic than the matrix product. A weight with a `grad_out`
 (`andon.engine.arena.set_grad_out`) gets its gradient written there instead. `grad_out` is used once per
 backward, so that autograd still sums the gradients of a weight that is used twice.
 
-A weight held in bf16 is converted to f32 before it is used (autocast has its own rules), and its gradient is
-f32 where the parameter allows it (`grad_dtype`). Backward converts it again instead of keeping the copy: the
-copies of all layers would take the memory of f32 weights.
+A layer computes in the dtype of its inputs. A weight held in bf16 is converted to f32 for inputs in f32, and its
+gradient is f32 where the parameter allows it (`grad_dtype`). Backward converts it again instead of keeping the copy:
+the copies of all layers would take the memory of f32 weights.
 """
 
 from typing import Any
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from andon.model.loss import ChunkLoss, SummedLoss, loss_of_chunk
+
 
 class Linear(nn.Linear):
     """`nn.Linear` without a bias; its backward writes into the weight's `grad_out`."""
@@ -25,10 +27,28 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return F.linear(x, self.weight.to(x.dtype))
         if not _has_grad_out(self.weight):
-            autocast = torch.is_autocast_enabled(x.device.type)
-            return F.linear(x, self.weight if autocast else as_f32(self.weight))
+            return F.linear(x, as_f32(self.weight))
         return _Product.apply(x, self.weight)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class Head(Linear):
+    """The layer from hidden states to logits. Given targets it gives their summed loss instead."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.loss_of_chunk: ChunkLoss = loss_of_chunk
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None or x.dtype == torch.float32:
+            logits = super().forward(x)
+            if targets is None:
+                return logits
+            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        rows = x.flatten(0, 1)
+        return SummedLoss.apply(rows, self.weight, targets.flatten(), self.loss_of_chunk)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Embedding(nn.Embedding):
@@ -99,8 +119,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _has_grad_out(weight: Tensor) -> bool:
-    plain = torch.compiler.is_compiling() or torch.is_autocast_enabled(weight.device.type)
-    return hasattr(weight, "grad_out") and not plain
+    return hasattr(weight, "grad_out") and not torch.compiler.is_compiling()
 
 
 def _take_grad_out(weight: Tensor) -> Tensor | None:

@@ -4,20 +4,26 @@ Modules carry Hugging Face's names, so a state dict is a checkpoint. A block has
 down and two norms. Shapes in comments: B windows, T tokens, H heads, K key/value heads, D head size.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from andon.model.layers import Embedding, Linear, as_f32
+from andon.model.layers import Embedding, Head, Linear, as_f32
 from andon.model.shape import Shape
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal attention: queries (B H T D), keys and values (B K T D) to B H T D."""
 
 
 class Cache:
     """Keys and values of the tokens seen so far, for sampling; rows are windows, `length` counts tokens."""
 
-    def __init__(self, shape: Shape, batch: int, like: Tensor) -> None:
+    def __init__(self, model: "Llama", batch: int) -> None:
+        shape = model.shape
         size = (2, shape.layers, batch, shape.kv_heads, shape.context, shape.head_dim)
-        self.keys, self.values = torch.empty(size, device=like.device, dtype=like.dtype)
+        self.keys, self.values = torch.empty(size, device=model.cos.device, dtype=model.compute)
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +43,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), as_f32(self.weight), self.eps)
+        return F.rms_norm(x, (x.shape[-1],), as_f32(self.weight), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -51,6 +57,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
         self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
         self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden)
+        self.attend: Attend | None = None
+        """Attention over whole windows in training, if there is something better for it than `attend`."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         batch, length, _ = x.shape
@@ -60,11 +68,17 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        repeat = self.heads // self.kv_heads
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)  # B H T D
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
+        special = self.attend if cache is None and torch.is_grad_enabled() else None
+        y = (special or attend)(q, k, v)
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
         return out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention; a single query sees all keys."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)  # B H T D
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
 
 
 class SwiGLU(nn.Module):
@@ -116,32 +130,40 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.compute = torch.float32
+        """The dtype of hidden states and products; norms and the loss are computed in f32 in either case."""
+        self.compiled = False
         self.model = Decoder(shape)
-        self.lm_head = Linear(shape.hidden, shape.vocab)
+        self.lm_head = Head(shape.hidden, shape.vocab)
         if shape.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         cos, sin = rotations(shape)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """B T tokens to B T V logits; with a cache, the tokens follow those seen so far, one at a time."""
+    def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """B T tokens to hidden states; with a cache, the tokens follow those seen so far, one at a time."""
         start = cache.length if cache else 0
         end = start + tokens.shape[1]
         if end > self.shape.context:
             raise ValueError(f"{end} tokens do not fit the context of {self.shape.context}")
-        x = self.model.embed_tokens(tokens)
+        x = self.model.embed_tokens(tokens).to(self.compute)
         for block in self.model.layers:
             x = block(x, self.cos[start:end], self.sin[start:end], cache)
         if cache:
             cache.length = end
-        out: Tensor = self.lm_head(self.model.norm(x))
+        out: Tensor = self.model.norm(x)
+        return out
+
+    def logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """B T tokens to B T V logits."""
+        out: Tensor = self.lm_head(self.hidden(tokens, cache))
         return out
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The cross entropy in nats, summed over all targets; a target of -100 does not count."""
-        logits = self.logits(tokens).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss: Tensor = self.lm_head(self.hidden(tokens), targets)
+        return loss
 
     def initialise(self, seed: int) -> None:
         """Draw all weights from `seed`: normal, std 0.02, smaller where blocks add to the residual."""
@@ -158,11 +180,6 @@ class Llama(nn.Module):
         """Convert the weights, and only these: the rotary tables stay f32."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
-
-    def compile_blocks(self) -> None:
-        """Compile each block; all blocks share one compiled graph."""
-        for block in self.model.layers:
-            block.compile()
 
 
 def rotations(shape: Shape) -> tuple[Tensor, Tensor]:

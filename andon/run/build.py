@@ -20,7 +20,7 @@ from andon.model.hub import to_hub
 from andon.model.llama import Llama
 from andon.optim import schedules
 from andon.optim.sharding import Zero
-from andon.run.events import Emit, event
+from andon.run.events import Emit, event, no_event
 from andon.run.folder import read_mark
 from andon.run.resumable import check_resumable
 from andon.transport.base import TRANSPORTS, Group
@@ -29,32 +29,39 @@ from andon.transport.base import TRANSPORTS, Group
 def build_trainer(config: Config, tokens: TokenSet, group: Group, device: torch.device, emit: Emit) -> Trainer:
     """The trainer of one rank; only rank 0 emits events."""
     check_vocabulary(config, tokens)
-    optimizer = build_optimizer(config, build_model(config, device), group)
+    optimizer = build_optimizer(config, build_model(config, device, emit), group)
     optimizer.facts = f"{config.determinism_key} {tokens.digest}"
     checkpointer = build_checkpointer(config, tokens, optimizer, emit)
-    trainer = Trainer(optimizer, build_batches(config, tokens), step_settings(config, device), checkpointer)
+    trainer = Trainer(optimizer, build_batches(config, tokens), step_settings(config), checkpointer)
     if config.fault:
         inject(config, optimizer)
     return trainer
 
 
-def build_model(config: Config, device: torch.device) -> Llama:
+def build_model(config: Config, device: torch.device, emit: Emit = no_event) -> Llama:
     """The model with its first weights, which the seed determines."""
     model = Llama(config.shape)
     model.initialise(config.seed)
     model.to(device)
     if config.train.weights == "bf16":
         model.hold_weights_in(torch.bfloat16)
-    if config.train.compile:
-        torch.use_deterministic_algorithms(True)  # of the compiler, too
-        model.compile_blocks()
+    precision, compiles = config.train.precision, config.train.compile
+    on_gpu = device.type == "cuda"
+    if precision == "bf16" or (precision == "auto" and on_gpu):
+        model.compute = torch.bfloat16
+    if compiles or (compiles is None and on_gpu):
+        emit(event("note", text="Compiling the model: the first step takes about half a minute, less when repeated"))
+        torch.use_deterministic_algorithms(True)  # the compiler's algorithms as well
+        from andon.model.compiled import compile_model
+
+        compile_model(model)
     return model
 
 
 def build_optimizer(config: Config, model: Llama, group: Group) -> Optimizer:
     """The model on its group, and AdamW over it."""
     # A transport that computes on the workers' cores would take them from forward.
-    overlap = not TRANSPORTS[group.transport].uses_worker_cores and not config.train.compile
+    overlap = not TRANSPORTS[group.transport].uses_worker_cores and not model.compiled
     parallel = DataParallel(model, group, config.train.slots, config.seed, overlap)
     optim = config.optim
     zero = Zero(config.zero.resolve(config.group.transport), config.zero.replicas)
@@ -68,16 +75,13 @@ def build_batches(config: Config, tokens: TokenSet) -> Batches:
     return Batches(tokens, config.seed, train.slots, train.micro_batch, train.context, config.data.validation)
 
 
-def step_settings(config: Config, device: torch.device) -> StepSettings:
+def step_settings(config: Config) -> StepSettings:
     """What a step needs to know."""
-    precision = config.train.precision
-    bf16 = precision == "bf16" or (precision == "auto" and device.type == "cuda")
     return StepSettings(
         learning_rate=partial(learning_rate, config),
         last_step=config.train.steps,
         clip=config.optim.clip,
         skips_allowed=config.max_skips - 1 if config.on_nonfinite == "skip" else 0,
-        autocast=torch.bfloat16 if bf16 else None,
     )
 
 

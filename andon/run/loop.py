@@ -103,7 +103,7 @@ class Run:
         """Loss on held-out windows and, for the built-in stories, the share of valid samples."""
         trainer, batches = self.trainer, self.trainer.batches
         assert isinstance(batches, Batches)
-        with trainer.autocast():
+        with self._eager():
             windows = batches.validation(self.config.eval.windows)
             loss = evaluation.validation_loss(self.llama, windows, self.group)
         bits = evaluation.bits_per_byte(loss, self.tokens.bytes_per_token)
@@ -133,14 +133,14 @@ class Run:
 
     def write(self, count: int, seed: int) -> list[str]:
         """Sample texts from the model as it is."""
-        with self.trainer.autocast(), self._eager():
+        with self._eager():
             temperature = self.config.eval.temperature
             return evaluation.write(self.llama, self.tokenizer, count, temperature, seed)
 
     def _eager(self) -> contextlib.AbstractContextManager[Any]:
         """Sampling has other shapes at every token: compiled blocks would be compiled again and again."""
         # It loads torch's compiler, 1.5 s, so only where it is loaded already.
-        compiled = self.config.train.compile
+        compiled = self.llama.compiled
         return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
     def _finish(self) -> None:

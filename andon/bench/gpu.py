@@ -1,0 +1,153 @@
+"""`andon bench gpu`: Andon's step on one GPU, with and without checks and determinism, and transformers' same shape.
+
+All hold their models at the same time and take turns, some steps each, so that a card that grows warm slows all of
+them alike. MFU is the share of the card's peak that the model's own arithmetic takes: 6 N + 12 L d T operations a
+token, with N the parameters without the input embedding.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+from andon.bench.report import ratio, show
+from andon.bench.train_rank import RandomBatches, make_optimizer, make_trainer
+from andon.errors import UserError
+from andon.model.llama import Llama
+from andon.model.shape import SHAPES, Shape
+from andon.optim.sharding import Zero
+from andon.transport.base import Group
+from andon.transport.local import LocalGroup
+
+PEAKS: Final = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+"""Operations per second in bf16, without sparsity, by a part of the card's name."""
+STEPS: Final = 4  # in a turn
+LR: Final = 1e-4
+Step = Callable[[], Any]
+
+
+def operations_per_token(shape: Shape) -> int:
+    """What forward and backward compute for a token."""
+    inside = shape.parameters - (0 if shape.tied else shape.vocab * shape.hidden)
+    return 6 * inside + 12 * shape.layers * shape.hidden * shape.context
+
+
+def peak_of(name: str) -> float | None:
+    """The card's peak in bf16, if it is known."""
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """torch's deterministic algorithms, or whatever is fastest."""
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def andon_step(shape: Shape, batch: int, checks: bool = True, is_deterministic: bool = True) -> tuple[Group, Step]:
+    """A step as `andon train` does it on one GPU."""
+    from andon.model.compiled import compile_model
+
+    group = LocalGroup()
+    model = Llama(shape)
+    model.initialise(seed=1)
+    model.to("cuda")
+    model.compute = torch.bfloat16
+    compile_model(model, is_deterministic)
+    trainer = make_trainer(
+        make_optimizer(model, group, Zero("off")), RandomBatches(shape, batch * shape.context, seed=1)
+    )
+    trainer.model.exchange.checks = checks
+    return group, trainer.train_step
+
+
+def transformers_step(shape: Shape, batch: int, compiled: bool) -> Step:
+    """A step as one would write it with transformers' Llama, autocast and fused AdamW."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from andon.model.hub import to_hub
+
+    fields = {key: value for key, value in to_hub(shape, 0, torch.float32).items() if key != "architectures"}
+    model = LlamaForCausalLM(LlamaConfig(**fields, attn_implementation="sdpa")).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    forward = torch.compile(model) if compiled else model
+    tokens = torch.randint(shape.vocab, (batch, shape.context), device="cuda")
+
+    def step() -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def contestants(shape: Shape, batch: int) -> dict[str, tuple[bool, Callable[[], Step]]]:
+    """By name: whether torch must be deterministic, and how the step is made."""
+    found: dict[str, tuple[bool, Callable[[], Step]]] = {
+        "andon": (True, lambda: andon_step(shape, batch)[1]),
+        "andon without checks": (True, lambda: andon_step(shape, batch, checks=False)[1]),
+        "andon not deterministic": (False, lambda: andon_step(shape, batch, is_deterministic=False)[1]),
+    }
+    try:
+        import transformers  # noqa: F401
+
+        found["transformers compiled"] = (False, lambda: transformers_step(shape, batch, compiled=True))
+        found["transformers"] = (False, lambda: transformers_step(shape, batch, compiled=False))
+    except ImportError:
+        pass
+    return found
+
+
+def main(preset: str, batch: int, repetitions: int, as_json: bool) -> None:
+    """Measure and print one row for each contestant."""
+    if not torch.cuda.is_available():
+        raise UserError("This benchmark needs a GPU", "torch sees no CUDA device", "Try `andon bench train` on CPUs")
+    torch.set_num_threads(1)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    shape, name = SHAPES[preset], torch.cuda.get_device_name()
+    steps: dict[str, tuple[bool, Step]] = {}
+    peak_gib, first_s = {}, {}
+    for who, (fixed, make) in contestants(shape, batch).items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        with deterministic(fixed):
+            steps[who] = fixed, make()
+            steps[who][1]()
+            torch.cuda.synchronize()
+        first_s[who] = time.perf_counter() - began
+        peak_gib[who] = (torch.cuda.max_memory_allocated() - held) / 2**30
+    seconds: dict[str, list[float]] = {who: [] for who in steps}
+    for _ in range(repetitions + 1):
+        for who, (fixed, step) in steps.items():
+            with deterministic(fixed):
+                step()
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(STEPS):
+                    step()
+                torch.cuda.synchronize()
+            seconds[who].append((time.perf_counter() - began) / STEPS)
+    rows = [_row(who, shape, batch, each[1:], seconds["andon"][1:], name) for who, each in seconds.items()]
+    for row in rows:
+        row |= {"peak_gib": peak_gib[row["who"]], "first_step_s": first_s[row["who"]]}
+    show(f"{preset}, {batch} windows of {shape.context} tokens, {name}, one GPU, bf16", rows, as_json)
+
+
+def _row(who: str, shape: Shape, batch: int, mine: list[float], andons: list[float], name: str) -> dict[str, Any]:
+    rate, peak = batch * shape.context / statistics.median(mine), peak_of(name)
+    mfu = rate * operations_per_token(shape) / peak if peak else None
+    return {"who": who, "tokens_per_s": rate, "mfu": mfu, "andon_is_faster": ratio(mine, andons)}
