@@ -34,7 +34,7 @@ from andon.data.build import Corpus, find, prepare, receive
 from andon.errors import UserError
 from andon.transport.base import PeerLost, ProtocolError
 from tests.group_harness import busy
-from tests.runs import SMALL, andon, events, start, summary, train, wait_for_step
+from tests.runs import SMALL, andon, events, soak, start, summary, train, wait_for_step
 from tests.thread_group import thread_groups
 
 STEPS = ["--train.steps=8"]
@@ -86,8 +86,8 @@ def test_workers_started_by_hand_give_the_answer(tmp_path: Path, answer: str, tr
     assert not any(TOKEN in text for text in (output, *outputs))
 
 
-@pytest.mark.parametrize("transport", ["star", "ring", "torch"])
-@pytest.mark.parametrize(("timeout", "late"), [(2, 2.5), pytest.param(60, 90.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["star", soak("ring"), soak("torch")])
+@pytest.mark.parametrize(("timeout", "late"), [(2, 2.5), soak(60, 90.0)])
 def test_workers_may_come_later_than_any_timeout(
     tmp_path: Path, answer: str, transport: str, timeout: int, late: float
 ) -> None:
@@ -204,8 +204,17 @@ def test_sigterm_ends_a_coordinator_that_still_waits_and_its_workers(tmp_path: P
 LONG = ["--train.steps=100000", "--group.timeout=60"]
 
 
-@pytest.mark.parametrize("transport", ["star", "ring", "torch"])
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("transport", "sign"),
+    [
+        ("star", signal.SIGKILL),
+        ("ring", signal.SIGKILL),
+        ("torch", signal.SIGKILL),
+        ("star", signal.SIGSTOP),
+        soak("ring", signal.SIGSTOP),
+        soak("torch", signal.SIGSTOP),
+    ],
+)
 def test_every_survivor_names_who_died_and_the_coordinator_ends(
     tmp_path: Path, transport: str, sign: signal.Signals
 ) -> None:
