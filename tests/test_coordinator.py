@@ -23,6 +23,7 @@ from andon.cluster.launch import run_folder
 from andon.cluster.session import refuse_mixed_devices
 from andon.cluster.worker import in_own_folder
 from andon.config.load import build
+from andon.control import client as client_module
 from andon.control.client import join
 from andon.control.coordinator import Coordinator
 from andon.control.files import Receiver
@@ -391,6 +392,29 @@ def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it
     found = find(tmp_path / "mine", tokens.digest)
     assert found is not None and found.folder == received.folder
     assert find(tmp_path / "mine", "another digest") is None
+
+
+def test_data_that_arrives_faster_than_the_disk_takes_it_waits_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "theirs" / "tokens-00000.bin").write_bytes(bytes(30 << 20))
+    monkeypatch.setattr(client_module, "MOST_PIECES", 4)
+    waiting: list[int] = []
+    write = Receiver.write
+
+    def write_slowly(receiver: Receiver, piece: bytes) -> None:
+        waiting.append(client._inbox.qsize())
+        time.sleep(0.01)
+        write(receiver, piece)
+
+    monkeypatch.setattr(Receiver, "write", write_slowly)
+    with closing(Coordinator({**JOB, "tokens": str(tmp_path / "theirs")}, 1, lambda event: None, credentials())) as one:
+        _, client = join(one.address, TOKEN, None)
+        assert client.fetch(tmp_path / "mine") == 30 << 20
+        client.close()
+    assert max(waiting) < 20, waiting
 
 
 def test_what_arrives_with_another_digest_is_not_kept(tmp_path: Path) -> None:
