@@ -192,4 +192,6 @@ def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + D/2) of a head by its position's angle."""
     left, right = x.chunk(2, -1)
-    return (x * cos + torch.cat((-right, left), -1) * sin).to(x.dtype)
+    half = left.shape[-1]
+    cos, sin = cos[:, :half], sin[:, :half]  # the other half is the same
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
