@@ -18,9 +18,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from andon.checkpoint.checkpointer import Checkpointer
+from andon.engine.loader import IntArray
 from andon.engine.optimizer import AdamW
 from andon.engine.parallel import DataParallel
-from andon.engine.trainer import IntArray, StepSettings, Trainer
+from andon.engine.trainer import StepSettings, Trainer
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
 from andon.optim.sharding import Zero

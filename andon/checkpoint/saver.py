@@ -81,6 +81,7 @@ class Saver:
         self.finish()
         self._texts, self._units, self._attempt, self.failure = texts, None, 0, None
         self._started = time.perf_counter()
+        self.snapshot.begin()
         self._try(step)
         self.stall = time.perf_counter() - started
 
@@ -102,7 +103,11 @@ class Saver:
         """What this rank tells with a step's exchange; its snapshot, a copy in memory, is waited for first."""
         if self._task and self._save.phase is Phase.REQUESTED and self._attempt == 1:
             started = time.perf_counter()
-            wait([self._task])
+            if self.snapshot.on_gpu:  # the digests of its copies are told with a later step
+                while not (self._task.done() or self.snapshot.copied.wait(HEARTBEAT)):
+                    pass
+            else:
+                wait([self._task])
             self.stall += time.perf_counter() - started
         return self._status()
 

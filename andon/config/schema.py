@@ -112,6 +112,8 @@ class TrainConfig(Section):
     """Format of the model's weights; with bf16, AdamW keeps an f32 master of the weights that a rank owns."""
     compile: bool | None = None
     """Compile each block with torch.compile; by default on CUDA devices."""
+    activation_memory: float = Field(1.0, gt=0, le=1)
+    """Share of the activations that compiled blocks keep for backward; the rest is computed again, which takes time."""
 
 
 class OptimConfig(Section):
@@ -204,6 +206,8 @@ class Config(Section):
     """Digests of small computations where the run was made, written by the run: another machine's bits are noticed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA if there is a device, and otherwise the CPU with a note."""
+    deterministic: bool = True
+    """On GPUs: the same bits every time; `false` allows faster kernels whose bits vary. All checks stay on."""
     workers: PositiveInt = 1
     """Number of worker processes."""
     threads: int = Field(1, gt=0, le=1 << 12)

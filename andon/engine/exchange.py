@@ -7,7 +7,6 @@ unit has failed, the units after it fail with its error. Updated weights are gat
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,8 +93,8 @@ class Exchange:
         data = self.membership.group.all_gather_bytes(json.dumps(status).encode())
         return [json.loads(each) for each in data]
 
-    def norm(self) -> float:
-        """The norm of the whole reduced gradient, the same bits on every rank."""
+    def norm(self) -> Tensor:
+        """The norm of the whole reduced gradient, the same bits on every rank: one f64, on the device."""
         return self._cells.norm()
 
     def blame(self, seen: tuple[tuple[int, str], ...], rows: Tensor) -> tuple[tuple[int, str], ...]:
@@ -159,19 +158,26 @@ class _OwnedCells:
         starts = [0, *ends][membership.rank * units :]
         self._spans = [(lo, hi, at) for (lo, hi), at in zip(spans[membership.rank], starts, strict=False)]
         """For each unit: the range that this rank measures, and where its cells lie among the norms."""
+        self._units = arena.layout.units
 
     def measure(self, unit: int, total: Tensor) -> None:
         """The unit is reduced: take the norms of the cells that this rank owns."""
         lo, hi, at = self._spans[unit]
         norms = self._norms[at : at + (hi - lo) // CELL]
-        torch.linalg.vector_norm(total[lo:hi].view(-1, CELL), dim=1, out=norms)
+        if total.is_cuda:
+            # The order in which a GPU adds up a row depends on the number of rows: it gets all of the unit's.
+            start, stop = self._units[unit].start, self._units[unit].stop
+            whole = torch.linalg.vector_norm(total[start:stop].view(-1, CELL), dim=1)
+            norms.copy_(whole[(lo - start) // CELL : (hi - start) // CELL])
+        else:
+            torch.linalg.vector_norm(total[lo:hi].view(-1, CELL), dim=1, out=norms)
 
-    def norm(self) -> float:
-        """The norm over all cells, added up in the order of the arena."""
+    def norm(self) -> Tensor:
+        """The norm over all cells, added up in the order of the arena: one f64, on the device."""
         if self.membership.world_size > 1:
             self.membership.group.all_gather(self._norms, self._bounds)
         cells = self._norms.double()[self._arena_order]
-        return math.sqrt(sum_in_halves(cells * cells).item())
+        return sum_in_halves(cells * cells).sqrt()
 
 
 def sum_in_halves(values: Tensor) -> Tensor:

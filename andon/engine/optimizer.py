@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from andon.engine.exchange import Passenger
 from andon.engine.parallel import DataParallel
+from andon.engine.reading import Reading
 from andon.errors import EXIT_STOPPED
 from andon.integrity.fingerprint import Fingerprints, compare_replicas
 from andon.integrity.halt import JidokaHalt
@@ -97,6 +98,9 @@ class Optimizer(torch.optim.Optimizer):
         parts = self.owned_parts + self.ownership.replica_parts(membership.rank)
         updated = parts if self._updaters is self.ownership else self._updaters.parts(membership.rank)
         self.rule = self.rule_type(arena, parts, updated)
+        self._updates_ahead = membership.world_size == 1 and arena.device.type == "cuda" and self.rule.gated
+        """One worker on a GPU: the update is launched before the verdict is read. The GPU comes to the same verdict,
+        and leaves the weights alone if it is bad; so the GPU has work while the host reads."""
         self.facts = ""
         """What the ranks must agree on besides their bits: configuration, data."""
         self.judge: Judge = halt_unless_sound
@@ -173,10 +177,12 @@ class Optimizer(torch.optim.Optimizer):
         with model.phases("fingerprint"):  # while the last units are exchanged
             fingerprints = self._take_fingerprints(f"{step} {self.options} {clip} {self.facts}")
         with model.phases("exchange"):
-            totals, everyone = self._reduce(fingerprints)
+            totals, everyone = self._reduce(fingerprints, clip)
+            if self._updates_ahead and not totals.sound:
+                self.rule.updates -= 1  # it was none
             self._compare(step, everyone)
         updated = self.judge(step, totals)
-        if updated:
+        if updated and not self._updates_ahead:
             with model.phases("optimizer"):
                 self._update(totals, clip)
         model.end_step(totals.loss, totals.tokens, updated)
@@ -187,17 +193,25 @@ class Optimizer(torch.optim.Optimizer):
             return b""
         return self._fingerprints.take(facts, self.model.buffers_of_step.fingerprint())
 
-    def _reduce(self, fingerprints: bytes) -> tuple[Totals, list[bytes]]:
+    def _reduce(self, fingerprints: bytes, clip: float) -> tuple[Totals, list[bytes]]:
         """Wait for the exchange and agree on what the step came to; also gives all ranks' fingerprints."""
         exchange, gradients = self.model.exchange, self.model.gradients
         slots = gradients.end_step()
         bad = exchange.wait()
-        values = torch.stack([each.loss for each in slots]).tolist() if slots else []
+        total = exchange.norm()
+        measured = torch.stack([*(each.loss.to(total) for each in slots), total])
+        # The status of a save waits for its snapshot: nothing may be updated before that.
+        statuses = [each.status() for each in self.passengers]
+        reading = Reading(measured)
+        if self._updates_ahead:
+            with self.model.phases("optimizer"):
+                self._update_ahead(measured, sum(each.count for each in slots), clip)
+        *values, norm_of_sum = reading.values()
         losses = [(each.slot, value, each.count) for each, value in zip(slots, values, strict=True)]
-        everyone = exchange.tell([bad, losses, [each.status() for each in self.passengers], fingerprints.hex()])
+        everyone = exchange.tell([bad, losses, statuses, fingerprints.hex()])
         records = sorted(tuple(record) for _, of_rank, *_ in everyone for record in of_rank)
         tokens = sum(count for _, _, count in records)
-        norm = exchange.norm() / max(1, tokens)
+        norm = norm_of_sum / max(1, tokens)
         bad_units = tuple((rank, unit) for rank, (units, *_) in enumerate(everyone) for unit in units)
         if not math.isfinite(norm):
             bad_units = exchange.blame(bad_units, gradients.rows)
@@ -217,6 +231,14 @@ class Optimizer(torch.optim.Optimizer):
             compare_replicas(
                 self.model.membership.group, step, [flat[:owned] for flat in state], [flat[owned:] for flat in state]
             )
+
+    def _update_ahead(self, measured: Tensor, tokens: int, clip: float) -> None:
+        """The update that `_update` would make, without the host's knowledge of the norm, or none if the step is not
+        sound. A number of the host would be a factor of 1/x on a GPU, which rounds otherwise: it gets tensors."""
+        count, most = (torch.full((), number, dtype=torch.float64, device=measured.device) for number in (tokens, clip))
+        scale = count * (measured[-1] / count / most).clamp(min=1.0) if clip else count
+        gate = (~torch.isfinite(measured).all()).float()
+        self.rule.update(self.model.gradients.rows[0], scale, self.options, gate)  # type: ignore[call-arg, arg-type]
 
     def _update(self, totals: Totals, clip: float) -> None:
         """The update rule on the mean gradient, clipped to a global norm; owners send what they have updated."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from andon.engine.membership import Membership
 from andon.engine.order import make_order
+from andon.engine.reading import Reading
 from andon.integrity.fingerprint import as_bytes
 
 
@@ -57,6 +58,9 @@ class Buffers:
         """Those that forward has ever changed on any rank, in the order of names."""
         self._before: dict[str, Tensor] = {}
         self._after: dict[int, dict[str, Tensor]] = {}
+        self._changed: set[str] = set()
+        self._changed_on_gpu: list[tuple[list[str], Reading]] = []
+        """For each slot the names of the buffers on a GPU, and whether they have changed."""
         self._all_compared = False
         for _, buffer, _ in self._registered():
             if any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
@@ -65,32 +69,42 @@ class Buffers:
     def begin_step(self) -> None:
         """Keep the values with which every slot begins."""
         self._before = {name: buffer.clone() for name, buffer, _ in self._registered()}
-        self._after = {}
+        self._after, self._changed, self._changed_on_gpu = {}, set(), []
 
     def note(self, slot: int) -> None:
         """Forward of a slot is done: note what it has changed."""
         after = self._after[slot] = {}
+        flags: dict[str, Tensor] = {}
         for name, buffer, saved in self._registered():
             before = self._before.get(name)
             if before is not None and _same_kind(before, buffer):
-                if not torch.equal(before, buffer):
+                if buffer.is_cuda:  # to wait for the answer here would leave the GPU without work
+                    after[name], flags[name] = buffer.clone(), (before != buffer).any()
+                elif not torch.equal(before, buffer):
                     after[name] = buffer.clone()
+                    self._changed.add(name)
             elif saved:
                 what = "creates the buffer" if before is None else "gives another shape or dtype to the buffer"
                 remedy = "create it so in __init__, or register it with persistent=False if it is a cache"
                 raise ValueError(f"forward {what} {name}, which a checkpoint could not load: {remedy}")
+        if flags:
+            self._changed_on_gpu.append((list(flags), Reading(torch.stack(list(flags.values())))))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Give every buffer the value with which slots begin; backward may still need what forward left."""
         for name, buffer, _ in self._registered():
             before = self._before.get(name)
-            if before is not None and _same_kind(before, buffer) and not torch.equal(before, buffer):
+            if before is None or not _same_kind(before, buffer):
+                continue
+            if buffer.is_cuda or not torch.equal(before, buffer):
                 buffer.copy_(before)
 
     def status(self) -> list[str]:
         """What this rank's slots have changed."""
-        return sorted({name for changed in self._after.values() for name in changed})
+        for names, reading in self._changed_on_gpu:
+            self._changed |= {name for name, changed in zip(names, reading.values(), strict=True) if changed}
+        return sorted(self._changed)
 
     def receive(self, statuses: Sequence[Sequence[str]]) -> None:
         """What all ranks' slots have changed."""

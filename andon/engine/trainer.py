@@ -5,30 +5,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from andon.checkpoint.checkpointer import Checkpointer
+from andon.engine.loader import BatchSource, Loader
 from andon.engine.optimizer import Optimizer, Totals
 from andon.integrity.halt import Finding, Flaw, JidokaHalt, find_flaw, share_findings
-
-IntArray = npt.NDArray[np.int64]
-
-
-class BatchSource(Protocol):
-    """Batches as a pure function of step and slot."""
-
-    def __call__(self, step: int, slot: int) -> tuple[IntArray, IntArray]:
-        """Inputs and targets."""
-        ...
-
-    def windows(self, step: int, slot: int) -> list[int]:
-        """The numbers of the samples, for a halt to name."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +41,8 @@ class Trainer:
         self.optimizer, self.model, self.batches = optimizer, optimizer.model, batches
         self.settings, self.progress, self.checkpointer = settings, optimizer.progress, checkpointer
         self.stop = optimizer.stop
+        self.batch = Loader(batches, self.model.arena.device)
+        """Inputs and targets of a step's slot, on the device."""
         self.on_step: Callable[[Totals], None] = lambda totals: None
         optimizer.judge = self.judge
         if checkpointer:
@@ -74,6 +60,7 @@ class Trainer:
             x, y = self.batch(step, slot)
             with model.phases("forward"), self.autocast():
                 loss = model(x, y)
+            self._prepare_batch_after(step, slot)
             with model.phases("backward"):
                 model.backward(loss, y.numel(), reduction="sum")
             del loss  # with its graph: the next slot's activations need the memory
@@ -83,6 +70,13 @@ class Trainer:
         if self.checkpointer:
             self.checkpointer.after(step, last=self.is_last)
         return totals
+
+    def _prepare_batch_after(self, step: int, slot: int) -> None:
+        slots = self.model.membership.slots
+        if slot < slots[-1]:
+            self.batch.prepare(step, slot + 1)
+        elif step < self.settings.last_step:
+            self.batch.prepare(step + 1, slots[0])
 
     @property
     def is_last(self) -> bool:
@@ -120,12 +114,6 @@ class Trainer:
         rank, host = self.model.membership.rank, socket.gethostname()
         return Finding(**asdict(flaw), rank=rank, host=host, slot=slot, samples=samples, unit=unit)
 
-    def batch(self, step: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a slot, on the device."""
-        x, y = self.batches(step, slot)
-        device = self.model.arena.device
-        return torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
-
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which the model computes."""
         if self.settings.autocast is None:
@@ -136,4 +124,5 @@ class Trainer:
         """Stop threads; the group stays open for whoever opened it."""
         if self.checkpointer:
             self.checkpointer.close()
+        self.batch.close()
         self.model.close()

@@ -8,6 +8,8 @@ so this is imported only where something is compiled.
 from typing import Any, Final
 
 import torch
+import torch._functorch.config
+import torch._inductor.config
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -23,10 +25,13 @@ KERNEL_OPTIONS: Final[Any] = {
 }
 
 
-def compile_model(model: Llama, deterministic: bool = True) -> None:
-    """Compile the blocks and the loss; whole windows have always the same shape."""
+def compile_model(model: Llama, deterministic: bool = True, activation_memory: float = 1.0) -> None:
+    """Compile the blocks and the loss; whole windows have always the same shape.
+
+    Of a block's activations backward keeps the share `activation_memory`, and computes the others again."""
     # Otherwise kernels are chosen by how fast they run now, and with them the order in which they add.
     torch._inductor.config.deterministic = deterministic
+    torch._functorch.config.activation_memory_budget = activation_memory
     device = model.cos.device
     if device.type == "cuda" and deterministic:
         context = model.shape.context

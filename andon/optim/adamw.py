@@ -6,11 +6,11 @@ master, and the weights are the master rounded.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from andon.engine.arena import Arena
 from andon.optim.base import Range, UpdateRule
@@ -31,8 +31,19 @@ class _Run:
         return flat[self.offset : self.offset + self.stop - self.start]
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """Of one update, on the device: its number, the divisor of the gradients, and the gate if there is one."""
+
+    updates: Tensor
+    divisor: Tensor
+    gate: Tensor | None
+
+
 class AdamWRule(UpdateRule):
     """AdamW with weight decay on matrices only. Its options: `lr`, `betas`, `eps`, `weight_decay`."""
+
+    gated = True
 
     def __init__(self, arena: Arena, parts: Sequence[Range], updated: Sequence[Range] | None = None) -> None:
         super().__init__(arena, parts, updated)
@@ -66,36 +77,40 @@ class AdamWRule(UpdateRule):
                 self.state["master"][offset : offset + hi - lo] = weights[lo:hi]
 
     @torch.no_grad()
-    def update(self, gradients: Tensor, scale: float, options: Mapping[str, Any]) -> None:
-        """Update the weights from summed gradients, which are first divided by `scale`, in place."""
-        divisor = torch.tensor(scale, dtype=torch.float32, device=gradients.device)
-        self._update(self._matrices, gradients, divisor, options)
-        self._update(self._vectors, gradients, divisor, {**options, "weight_decay": 0.0})
+    def update(
+        self, gradients: Tensor, scale: float | Tensor, options: Mapping[str, Any], gate: Tensor | None = None
+    ) -> None:
+        """Update the weights from summed gradients, which are first divided by `scale`, in place; with a `gate` of 1
+        nothing changes."""
+        on_device = partial(torch.full, (), dtype=torch.float32, device=gradients.device)
         self.updates += 1
+        divisor = scale.float() if isinstance(scale, Tensor) else on_device(scale)
+        numbers = _Numbers(on_device(self.updates), divisor, gate)
+        self._update(self._matrices, gradients, numbers, options)
+        self._update(self._vectors, gradients, numbers, {**options, "weight_decay": 0.0})
 
-    def _update(self, runs: list[_Run], gradients: Tensor, divisor: Tensor, options: Mapping[str, Any]) -> None:
+    def _update(self, runs: list[_Run], gradients: Tensor, numbers: _Numbers, options: Mapping[str, Any]) -> None:
         if not runs:
             return
         weights = [run.of_arena(self.arena.weights) for run in runs]
         state = {name: [run.of_state(flat) for run in runs] for name, flat in self.state.items()}
         master = state.get("master", weights)
-        updates = torch.tensor(float(self.updates), device=gradients.device)
-        adamw(
+        torch._fused_adamw_(
             master,
             [run.of_arena(gradients) for run in runs],
             state["first"],
             state["second"],
             [],
-            [updates.clone() for _ in runs],
-            fused=True,
-            grad_scale=divisor,
-            amsgrad=False,
+            [numbers.updates for _ in runs],
+            lr=options["lr"],
             beta1=options["betas"][0],
             beta2=options["betas"][1],
-            lr=options["lr"],
             weight_decay=options["weight_decay"],
             eps=options["eps"],
+            amsgrad=False,
             maximize=False,
+            grad_scale=numbers.divisor,
+            found_inf=numbers.gate,
         )
         if master is not weights:
             for rounded, exact in zip(weights, master, strict=True):

@@ -7,7 +7,7 @@ rank keeps state only for the parts that it owns. A new optimizer is one file wi
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ class UpdateRule(ABC):
     """Updates the weights of some parts of the arena from their summed gradients.
 
     It keeps state for `parts`, and updates those of them that lie in `updated` (all, unless given)."""
+
+    gated: ClassVar[bool] = False
+    """Whether `update` also takes its scale as a tensor, and a `gate`: 1 there means that nothing may change."""
 
     def __init__(self, arena: Arena, parts: Sequence[Range], updated: Sequence[Range] | None = None) -> None:
         self.arena, self.parts = arena, list(parts)

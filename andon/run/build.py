@@ -49,12 +49,15 @@ def build_model(config: Config, device: torch.device, emit: Emit = no_event) -> 
     on_gpu = device.type == "cuda"
     if precision == "bf16" or (precision == "auto" and on_gpu):
         model.compute = torch.bfloat16
+    deterministic = config.deterministic or not on_gpu
+    if not deterministic:
+        torch.set_deterministic_debug_mode("default")
     if compiles or (compiles is None and on_gpu):
         emit(event("note", text="Compiling the model: the first step takes about half a minute, less when repeated"))
-        torch.use_deterministic_algorithms(True)  # the compiler's algorithms as well
+        torch.use_deterministic_algorithms(deterministic)  # the compiler's algorithms as well
         from andon.model.compiled import compile_model
 
-        compile_model(model)
+        compile_model(model, deterministic, config.train.activation_memory)
     return model
 
 

@@ -10,7 +10,7 @@ from andon.integrity.probe import differing
 
 FIXED = ("seed", "data.validation", "model", "train.slots", "train.micro_batch", "train.context", "train.weights")
 """With other values a run would have another model, or see some samples twice and others never."""
-FREE = ("train", "optim", "on_nonfinite", "max_skips", "numerics", "group.wire")
+FREE = ("train", "optim", "on_nonfinite", "max_skips", "numerics", "deterministic", "group.wire")
 """Other values of these change the weights from here on: they are named."""
 ANOTHER = "model.preset"
 """The name of a shape; what it stands for is compared itself."""

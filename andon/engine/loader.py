@@ -1,0 +1,67 @@
+"""Batches on the device. On a GPU the next one is made in the background and copied there on a stream of its own.
+
+A batch goes through pinned memory, so that no copy waits for the device's work, and the device for no batch."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+Place = tuple[int, int]
+"""A step and a slot."""
+
+
+class BatchSource(Protocol):
+    """Batches as a pure function of step and slot."""
+
+    def __call__(self, step: int, slot: int) -> tuple[IntArray, IntArray]:
+        """Inputs and targets."""
+        ...
+
+    def windows(self, step: int, slot: int) -> list[int]:
+        """The numbers of the samples, for a halt to name."""
+        ...
+
+
+class Loader:
+    """Gives the batches of a source as tensors on a device."""
+
+    def __init__(self, source: BatchSource, device: torch.device) -> None:
+        self._source, self._device = source, device
+        self._on_gpu = device.type == "cuda"
+        self._ahead: tuple[Place, Future[tuple[Tensor, Tensor]]] | None = None
+        if self._on_gpu:
+            self._thread = ThreadPoolExecutor(1, "andon-batches")
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, step: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a slot."""
+        if not self._on_gpu:
+            x, y = self._source(step, slot)
+            return torch.from_numpy(x).to(self._device), torch.from_numpy(y).to(self._device)
+        ahead, self._ahead = self._ahead, None
+        batch = ahead[1].result() if ahead and ahead[0] == (step, slot) else self._copy(step, slot)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for each in batch:
+            each.record_stream(current)
+        return batch
+
+    def prepare(self, step: int, slot: int) -> None:
+        """Make this batch ready in the background: it is the next one."""
+        if self._on_gpu:
+            self._ahead = (step, slot), self._thread.submit(self._copy, step, slot)
+
+    def _copy(self, step: int, slot: int) -> tuple[Tensor, Tensor]:
+        x, y = (torch.from_numpy(np.ascontiguousarray(each)).pin_memory() for each in self._source(step, slot))
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        if self._on_gpu:
+            self._thread.shutdown(wait=True, cancel_futures=True)
