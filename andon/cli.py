@@ -245,6 +245,24 @@ def doctor() -> None:
     examine(_console())
 
 
+@app.command(context_settings=ANY)
+def profile(
+    context: typer.Context,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to profile.")] = 3,
+    trace: Annotated[Path, typer.Option(help="Where the Chrome trace goes.")] = Path("trace.json"),
+    rows: Annotated[int, typer.Option(min=1, help="Operations to print.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Print where the time of a step of CONFIG.yaml goes, and write a Chrome trace; takes the options of `andon train`.
+
+    One worker, random tokens: no corpus is needed. Kernels of the GPU, or operations of the CPU."""
+    config = _config(context.args)
+    _choose_kernels(config.numerics)
+    from andon.bench.profile import main as run
+
+    run(config, steps, trace, rows, as_json)
+
+
 @app.command()
 def drill(transport: Annotated[str, typer.Option(help="A transport that connects workers.")] = "shm") -> None:
     """Inject every kind of fault into a small run on this machine and check that the run stops.
@@ -281,31 +299,28 @@ def bench_transport(
 @bench_app.command("train")
 def bench_train(
     preset: Preset = "30m",
+    device: Annotated[str, typer.Option(help="cpu, or cuda: one GPU, against transformers' same shape.")] = "cpu",
     ranks: Workers = 2,
-    tokens: Annotated[str, typer.Option(help="Tokens per worker and step.")] = "64,512,4096",
+    tokens: Annotated[str, typer.Option(help="Tokens per worker and step.")] = "",
     repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median counts.")] = 9,
     transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
     zero: Annotated[bool, typer.Option("--zero", help="Compare ZeRO, plain data parallel and torch's ZeRO.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure Andon's step with and without checks against PyTorch DDP over gloo, interleaved in one run."""
+    """Measure Andon's step with and without checks against PyTorch DDP over gloo, or on one GPU against transformers'
+    Llama, interleaved in one run. By default with 64, 512 and 4,096 tokens per worker and step, or 32,768 on a GPU."""
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device {device} is none of cpu, cuda", "It says what to measure", "--device cuda")
+    if device == "cuda":
+        from andon.bench.gpu import main as run_on_gpu
+
+        run_on_gpu(preset, _numbers("--tokens", tokens or "32768")[0], repetitions, as_json)
+        return
+    tokens = tokens or "64,512,4096"
     _enter_network()
     from andon.bench.train import main as run
 
     run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, zero, as_json)
-
-
-@bench_app.command("gpu")
-def bench_gpu(
-    preset: Preset = "350m",
-    batch: Annotated[int, typer.Option(min=1, help="Windows per step.")] = 32,
-    repetitions: Annotated[int, typer.Option(min=1, help="Turns of each; the median counts.")] = 5,
-    as_json: AsJson = False,
-) -> None:
-    """Measure Andon's step on one GPU against the same shape in transformers, interleaved in one run."""
-    from andon.bench.gpu import main as run
-
-    run(preset, batch, repetitions, as_json)
 
 
 @bench_app.command("hosts")

@@ -1,8 +1,8 @@
-"""`andon bench gpu`: Andon's step on one GPU, with and without checks and determinism, and transformers' same shape.
+"""`andon bench train --device cuda`: Andon's step on one GPU, with and without checks and determinism, and transformers'
+same shape.
 
 All hold their models at the same time and take turns, some steps each, so that a card that grows warm slows all of
-them alike. MFU is the share of the card's peak that the model's own arithmetic takes: 6 N + 12 L d T operations a
-token, with N the parameters without the input embedding.
+them alike. MFU is the share of the card's peak that the model's own arithmetic takes (`run.mfu`).
 """
 
 import gc
@@ -20,25 +20,13 @@ from andon.errors import UserError
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
 from andon.optim.sharding import Zero
+from andon.run.mfu import mfu, peak_of
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 
-PEAKS: Final = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-"""Operations per second in bf16, without sparsity, by a part of the card's name."""
 STEPS: Final = 4  # in a turn
 LR: Final = 1e-4
 Step = Callable[[], Any]
-
-
-def operations_per_token(shape: Shape) -> int:
-    """What forward and backward compute for a token."""
-    inside = shape.parameters - (0 if shape.tied else shape.vocab * shape.hidden)
-    return 6 * inside + 12 * shape.layers * shape.hidden * shape.context
-
-
-def peak_of(name: str) -> float | None:
-    """The card's peak in bf16, if it is known."""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 @contextmanager
@@ -51,7 +39,9 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def andon_step(shape: Shape, batch: int, checks: bool = True, is_deterministic: bool = True) -> tuple[Group, Step]:
+def andon_step(
+    shape: Shape, batch: int, checks: bool = True, is_deterministic: bool = True, activation_memory: float = 1.0
+) -> tuple[Group, Step]:
     """A step as `andon train` does it on one GPU."""
     from andon.model.compiled import compile_model
 
@@ -60,7 +50,7 @@ def andon_step(shape: Shape, batch: int, checks: bool = True, is_deterministic: 
     model.initialise(seed=1)
     model.to("cuda")
     model.compute = torch.bfloat16
-    compile_model(model, is_deterministic)
+    compile_model(model, is_deterministic, activation_memory)
     trainer = make_trainer(
         make_optimizer(model, group, Zero("off")), RandomBatches(shape, batch * shape.context, seed=1)
     )
@@ -109,13 +99,14 @@ def contestants(shape: Shape, batch: int) -> dict[str, tuple[bool, Callable[[], 
     return found
 
 
-def main(preset: str, batch: int, repetitions: int, as_json: bool) -> None:
-    """Measure and print one row for each contestant."""
+def main(preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
+    """Measure and print one row for each contestant; `tokens` are those of a step."""
     if not torch.cuda.is_available():
-        raise UserError("This benchmark needs a GPU", "torch sees no CUDA device", "Try `andon bench train` on CPUs")
+        raise UserError("--device cuda needs a GPU", "torch sees no CUDA device", "Try --device cpu")
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     shape, name = SHAPES[preset], torch.cuda.get_device_name()
+    batch = max(1, tokens // shape.context)
     steps: dict[str, tuple[bool, Step]] = {}
     peak_gib, first_s = {}, {}
     for who, (fixed, make) in contestants(shape, batch).items():
@@ -149,5 +140,5 @@ def main(preset: str, batch: int, repetitions: int, as_json: bool) -> None:
 
 def _row(who: str, shape: Shape, batch: int, mine: list[float], andons: list[float], name: str) -> dict[str, Any]:
     rate, peak = batch * shape.context / statistics.median(mine), peak_of(name)
-    mfu = rate * operations_per_token(shape) / peak if peak else None
-    return {"who": who, "tokens_per_s": rate, "mfu": mfu, "andon_is_faster": ratio(mine, andons)}
+    used = mfu(shape, rate, peak) if peak else None
+    return {"who": who, "tokens_per_s": rate, "mfu": used, "andon_is_faster": ratio(mine, andons)}

@@ -1,8 +1,8 @@
-"""A model whose blocks are compiled: all of them share one graph for each shape of their inputs.
+"""A model whose blocks are compiled, a few at a time: all of these stacks share one graph, for whole windows.
 
-On a GPU attention is then FlexAttention, whose backward adds in a fixed order: it is deterministic, and faster there
-than the deterministic kernel behind `scaled_dot_product_attention`. torch's compiler takes seconds and 70 MB to load,
-so this is imported only where something is compiled.
+On a GPU attention is FlexAttention, whose backward adds in a fixed order: it is deterministic, and faster there than
+the deterministic kernel behind `scaled_dot_product_attention`. Where bits may vary, that function is faster. torch's
+compiler takes seconds and 70 MB to load, so this is imported only where something is compiled.
 """
 
 from typing import Any, Final
@@ -10,10 +10,11 @@ from typing import Any, Final
 import torch
 import torch._functorch.config
 import torch._inductor.config
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from andon.model.llama import Attention, Block, Llama
+from andon.model.llama import Attend, Attention, Llama, Stack
 from andon.model.loss import loss_of_chunk
 
 KERNEL_OPTIONS: Final[Any] = {
@@ -25,29 +26,42 @@ KERNEL_OPTIONS: Final[Any] = {
 }
 
 
-def compile_model(model: Llama, deterministic: bool = True, activation_memory: float = 1.0) -> None:
-    """Compile the blocks and the loss; whole windows have always the same shape.
+TOGETHER: Final = 4
+"""Blocks in a stack, at most: what lies between two blocks is fused, and Python is called less often."""
 
-    Of a block's activations backward keeps the share `activation_memory`, and computes the others again."""
+
+def compile_model(model: Llama, deterministic: bool = True, activation_memory: float = 1.0) -> None:
+    """Compile blocks, final norm and loss; whole windows have always the same shape.
+
+    Of a stack's activations backward keeps the share `activation_memory`, and computes the others again."""
     # Otherwise kernels are chosen by how fast they run now, and with them the order in which they add.
     torch._inductor.config.deterministic = deterministic
     torch._functorch.config.activation_memory_budget = activation_memory
-    device = model.cos.device
-    if device.type == "cuda" and deterministic:
-        context = model.shape.context
-        mask = create_block_mask(_causal, None, None, context, context, device=device)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=KERNEL_OPTIONS)
-
+    if model.cos.device.type == "cuda":
+        attend = _deterministic_attention(model) if deterministic else _fastest_attention
         for module in model.modules():
             if isinstance(module, Attention):
                 module.attend = attend
-    for block in model.model.layers:
-        assert isinstance(block, Block)
-        block.compile(fullgraph=True, dynamic=False)
-    model.compiled = True
+    blocks = list(model.model.layers)
+    count = next(count for count in range(min(TOGETHER, len(blocks)), 0, -1) if len(blocks) % count == 0)
+    model.stacks = [Stack(blocks[first : first + count]) for first in range(0, len(blocks), count)]
+    for part in (*model.stacks, model.model.norm):
+        part.compile(fullgraph=True, dynamic=False)
     model.lm_head.loss_of_chunk = torch.compile(loss_of_chunk, fullgraph=True, dynamic=False)
+
+
+def _deterministic_attention(model: Llama) -> Attend:
+    context = model.shape.context
+    mask = create_block_mask(_causal, None, None, context, context, device=model.cos.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=KERNEL_OPTIONS)
+
+    return attend
+
+
+def _fastest_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES: Final = 1 << 29
+CHUNK_BYTES: Final = 1 << 30
 """Of a chunk's logits, in f32."""
 IGNORED: Final = -100
 """A target that does not count."""

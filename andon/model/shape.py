@@ -57,6 +57,13 @@ class Shape:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return embeddings + self.layers * self.block_parameters + self.hidden
 
+    @property
+    def operations_per_token(self) -> int:
+        """What forward and backward of the model compute for a token: 6 N + 12 L d T, with N the parameters without
+        the input embedding."""
+        inside = self.parameters - (0 if self.tied else self.vocab * self.hidden)
+        return 6 * inside + 12 * self.layers * self.hidden * self.context
+
 
 SHAPES = {
     "tiny": Shape(vocab=1_024, hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384, context=128),

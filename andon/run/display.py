@@ -133,6 +133,8 @@ class Display:
         left = (self.config.train.steps - event["step"]) * elapsed / max(1, event["step"] - self.first_step)
         self.facts["loss"] = f"{event['loss']:.4f}" + self.floor
         self.facts["tokens/s"] = f"{event['tokens_per_s']:,.0f}"
+        if "mfu" in event:
+            self.facts["MFU"] = f"{event['mfu']:.1%}"
         self.facts["lr"] = f"{event['lr']:.2e}"
         self.facts["grad norm"] = f"{event['grad_norm']:.3f}"
         eta = f"{int(left) // 60}:{int(left) % 60:02d} left"

@@ -73,7 +73,7 @@ def check_event(found: object, rank: int) -> Event:
     if rank and kind not in FROM_ANY_RANK:
         raise ValueError(f"a {kind!r} event, which only rank 0 reports")
     _check_fields(f"a {kind!r} event", found, {"time": NUMBER, **FIELDS[kind]})
-    optional: Fields = {"valid_share": NUMBER, "known": int, "pid": int}
+    optional: Fields = {"valid_share": NUMBER, "known": int, "pid": int, "mfu": NUMBER}
     _check_fields(f"a {kind!r} event", found, {key: value for key, value in optional.items() if key in found})
     for finding in found["findings"] if kind == "halt" else ():
         _check_fields("a finding", finding, FINDING)

@@ -18,6 +18,7 @@ from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
 from andon.run import evaluate as evaluation
 from andon.run.events import Emit, event, no_event
+from andon.run.mfu import mfu, peak_of_all
 from andon.transport.base import Group
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class Run:
         self.emit: Emit = emit if self.is_rank_0 else no_event
         self.tokenizer = tokens.tokenizer()
         self.on_stories = config.data.corpus == ("stories",)
+        self._peak = peak_of_all(self.group, trainer.model.arena.device)
         self._sampled = self._step_began = time.monotonic()
         trainer.on_step = self._emit_step
 
@@ -76,15 +78,17 @@ class Run:
         self._finish()
 
     def _emit_step(self, totals: Totals) -> None:
-        seconds = time.monotonic() - self._step_began
+        rate = totals.tokens / (time.monotonic() - self._step_began)
         timings = self.trainer.model.phases.milliseconds
+        used = {} if self._peak is None else {"mfu": round(mfu(self.config.shape, rate, self._peak), 4)}
         self.emit(
             event(
                 "step",
                 step=self.trainer.progress.step,
                 loss=totals.loss,
                 tokens=totals.tokens,
-                tokens_per_s=round(totals.tokens / seconds, 1),
+                tokens_per_s=round(rate, 1),
+                **used,
                 lr=self.trainer.optimizer.lr,
                 grad_norm=totals.norm,
                 **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in timings.items()},

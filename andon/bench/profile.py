@@ -1,0 +1,70 @@
+"""`andon profile`: where the time of a step goes, as a Chrome trace and a table, on a CPU or a GPU.
+
+It runs some steps of a configuration on one worker, with random tokens: no corpus is needed. The table has the kernels
+of the GPU, or without one the operations of the CPU, and the phases of a step as the host sees them.
+"""
+
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from andon.bench.report import show
+from andon.bench.train_rank import RandomBatches
+from andon.cluster.session import choose_device, make_torch_deterministic
+from andon.config.schema import Config
+from andon.engine.trainer import Trainer
+from andon.run.build import build_model, build_optimizer, step_settings
+from andon.run.events import no_event
+from andon.transport.local import LocalGroup
+
+WARM_UP: Final = 3
+NAME_WIDTH: Final = 70
+
+
+def main(config: Config, steps: int, trace: Path, most: int, as_json: bool) -> None:
+    """Profile `steps` steps, write the trace and print the `most` expensive operations."""
+    make_torch_deterministic(config.threads)
+    device = choose_device(config.device, 0, no_event)
+    group = LocalGroup()
+    tokens = config.train.micro_batch * config.train.context
+    optimizer = build_optimizer(config, build_model(config, device), group)
+    trainer = Trainer(optimizer, RandomBatches(config.shape, tokens, config.seed), step_settings(config))
+    for _ in range(WARM_UP):
+        trainer.train_step()
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    phases: dict[str, float] = {}
+    with profile(activities=activities) as profiler:
+        began = time.perf_counter()
+        for _ in range(steps):
+            trainer.train_step()
+            for name, milliseconds in trainer.model.phases.milliseconds.items():
+                phases[name] = phases.get(name, 0.0) + milliseconds / steps
+        if on_gpu:
+            torch.cuda.synchronize()
+        whole = 1e3 * (time.perf_counter() - began) / steps
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(trace))
+    group.close()
+    notes = [
+        "Phases on the host: " + ", ".join(f"{name} {value:.1f} ms" for name, value in phases.items()),
+        f"Trace: {trace} (open it in chrome://tracing or ui.perfetto.dev)",
+    ]
+    rows = _rows(profiler, on_gpu, steps, whole)[:most]
+    show(f"A step of {whole:.1f} ms, profiled, {'GPU' if on_gpu else 'CPU'}", rows, as_json, notes)
+
+
+def _rows(profiler: Any, on_gpu: bool, steps: int, whole: float) -> list[dict[str, Any]]:
+    """Each kernel or operation, the most expensive first."""
+    found = []
+    for each in profiler.key_averages():
+        if (each.device_type == DeviceType.CUDA) is on_gpu:
+            took = (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e3 / steps
+            calls = each.count // steps
+            name = each.key if len(each.key) <= NAME_WIDTH else each.key[: NAME_WIDTH - 1] + "…"
+            found.append({"operation": name, "calls": calls, "ms_per_step": took, "share": took / whole})
+    return sorted(found, key=lambda row: -row["ms_per_step"])
