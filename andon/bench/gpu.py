@@ -1,5 +1,5 @@
-"""`andon bench train --device cuda`: Andon's step on one GPU, with and without checks and determinism, and transformers'
-same shape.
+"""`andon bench train --device cuda`: Andon's step on one GPU, with and without checks and determinism, and the same
+shape in transformers.
 
 All hold their models at the same time and take turns, some steps each, so that a card that grows warm slows all of
 them alike. MFU is the share of the card's peak that the model's own arithmetic takes (`run.mfu`).
@@ -40,7 +40,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def andon_step(
-    shape: Shape, batch: int, checks: bool = True, is_deterministic: bool = True, activation_memory: float = 1.0
+    shape: Shape, batch: int, checks: bool, is_deterministic: bool, activation_memory: float
 ) -> tuple[Group, Step]:
     """A step as `andon train` does it on one GPU."""
     from andon.model.compiled import compile_model
@@ -82,12 +82,13 @@ def transformers_step(shape: Shape, batch: int, compiled: bool) -> Step:
     return step
 
 
-def contestants(shape: Shape, batch: int) -> dict[str, tuple[bool, Callable[[], Step]]]:
-    """By name: whether torch must be deterministic, and how the step is made."""
+def contestants(shape: Shape, batch: int, kept: float) -> dict[str, tuple[bool, Callable[[], Step]]]:
+    """By name: whether torch must be deterministic, and how the step is made; `kept` is Andon's share of activations
+    that backward does not compute again."""
     found: dict[str, tuple[bool, Callable[[], Step]]] = {
-        "andon": (True, lambda: andon_step(shape, batch)[1]),
-        "andon without checks": (True, lambda: andon_step(shape, batch, checks=False)[1]),
-        "andon not deterministic": (False, lambda: andon_step(shape, batch, is_deterministic=False)[1]),
+        "andon": (True, lambda: andon_step(shape, batch, True, True, kept)[1]),
+        "andon without checks": (True, lambda: andon_step(shape, batch, False, True, kept)[1]),
+        "andon not deterministic": (False, lambda: andon_step(shape, batch, True, False, kept)[1]),
     }
     try:
         import transformers  # noqa: F401
@@ -99,7 +100,7 @@ def contestants(shape: Shape, batch: int) -> dict[str, tuple[bool, Callable[[], 
     return found
 
 
-def main(preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
+def main(preset: str, tokens: int, kept: float, repetitions: int, as_json: bool) -> None:
     """Measure and print one row for each contestant; `tokens` are those of a step."""
     if not torch.cuda.is_available():
         raise UserError("--device cuda needs a GPU", "torch sees no CUDA device", "Try --device cpu")
@@ -109,7 +110,7 @@ def main(preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
     batch = max(1, tokens // shape.context)
     steps: dict[str, tuple[bool, Step]] = {}
     peak_gib, first_s = {}, {}
-    for who, (fixed, make) in contestants(shape, batch).items():
+    for who, (fixed, make) in contestants(shape, batch, kept).items():
         gc.collect()
         torch.cuda.empty_cache()
         held = torch.cuda.memory_allocated()

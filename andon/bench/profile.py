@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from andon.bench.report import show
@@ -62,7 +61,7 @@ def _rows(profiler: Any, on_gpu: bool, steps: int, whole: float) -> list[dict[st
     """Each kernel or operation, the most expensive first."""
     found = []
     for each in profiler.key_averages():
-        if (each.device_type == DeviceType.CUDA) is on_gpu:
+        if (each.device_type.name == "CUDA") is on_gpu and not each.is_user_annotation:
             took = (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e3 / steps
             calls = each.count // steps
             name = each.key if len(each.key) <= NAME_WIDTH else each.key[: NAME_WIDTH - 1] + "…"

@@ -79,7 +79,7 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         weight = torch.cat([each.weight.to(x.dtype) for each in (self.q_proj, self.k_proj, self.v_proj)])
         heads = F.linear(x, weight).view(batch, length, -1, self.head_dim)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 2)
+        q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], 2)
         q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))

@@ -1,6 +1,7 @@
 """The loop of a run: steps, and what happens between them: events, evaluation, samples, the end."""
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -67,9 +68,13 @@ class Run:
                 probe=dict(self.config.probe),
             )
         )
+        just_compiled = self.llama.compiled
         while progress.step < steps:
             self._step_began = time.monotonic()
             self.trainer.train_step()
+            if just_compiled:
+                gc.freeze()  # the compiler leaves very many objects: to look through them takes half a second
+                just_compiled = False
             if self.trainer.stop.agreed:
                 self.emit(event("stopped", step=progress.step))
                 return

@@ -203,8 +203,8 @@ MUTANTS = [
         "rope-other-way",
         "Positions turn the other way in one half.",
         "model/llama.py",
-        "torch.cat((-right, left), -1)",
-        "torch.cat((right, left), -1)",
+        "left * cos - right * sin",
+        "left * cos + right * sin",
         ("test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
     ),
     Mutant(

@@ -291,8 +291,8 @@ MUTANTS = [
         "norm-not-divided",
         "The norm is that of the sum, not of the mean.",
         "engine/optimizer.py",
-        "norm = exchange.norm() / max(1, tokens)",
-        "norm = exchange.norm()",
+        "norm = norm_of_sum / max(1, tokens)",
+        "norm = norm_of_sum",
         (NUMBERS,),
     ),
     Mutant(

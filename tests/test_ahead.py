@@ -1,0 +1,67 @@
+"""An update that is launched before its verdict is read (one worker on a GPU) is the same as one after it, and none if
+the step is not sound. The CPU computes it, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from andon.integrity.halt import JidokaHalt
+from andon.model.shape import SHAPES
+from andon.run.mfu import mfu, peak_of
+from andon.transport.local import LocalGroup
+from tests.training import digest, make_trainer, small_config, small_tokens
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05, 1000.0])
+@pytest.mark.parametrize("weights", ["f32", "bf16"])
+def test_ahead_of_the_verdict_or_after_it_the_bits_are_the_same(tmp_path: Path, clip: float, weights: str) -> None:
+    tokens = small_tokens(tmp_path)
+    found = []
+    for ahead in (False, True):
+        config = small_config(optim__clip=clip, train__weights=weights, train__slots=3)
+        trainer = make_trainer(LocalGroup(), tokens, config)
+        trainer.optimizer._updates_ahead = ahead
+        for _ in range(5):
+            totals = trainer.train_step()
+        found.append((digest(trainer), totals))
+        trainer.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_a_step_that_is_not_sound_changes_nothing_although_its_update_was_launched(tmp_path: Path, kind: str) -> None:
+    config = small_config(fault=(f"{kind}:rank=0,step=3",))
+    trainer = make_trainer(LocalGroup(), small_tokens(tmp_path), config)
+    trainer.optimizer._updates_ahead = True
+    for _ in range(2):
+        trainer.train_step()
+    before = digest(trainer)
+    with pytest.raises(JidokaHalt) as halt:
+        trainer.train_step()
+    assert halt.value.findings[0].slot == 0
+    assert digest(trainer) == before and trainer.optimizer.rule.updates == 2
+    trainer.close()
+
+
+def test_a_skipped_step_counts_as_no_update(tmp_path: Path) -> None:
+    tokens, found = small_tokens(tmp_path), []
+    for ahead in (False, True):
+        config = small_config(fault=("nan:rank=0,step=3",), on_nonfinite="skip")
+        trainer = make_trainer(LocalGroup(), tokens, config)
+        trainer.optimizer._updates_ahead = ahead
+        for _ in range(5):
+            trainer.train_step()
+        assert trainer.progress.skipped == 1 and trainer.optimizer.rule.updates == 4
+        found.append(digest(trainer))
+        trainer.close()
+    assert found[0] == found[1]
+
+
+def test_a_token_costs_six_operations_a_weight_and_those_of_attention() -> None:
+    shape = SHAPES["350m"]
+    weights = shape.layers * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 4096 + 2 * 1024) + 1024 + 32_768 * 1024
+    assert shape.operations_per_token == 6 * weights + 12 * 24 * 1024 * 1024
+    assert peak_of("NVIDIA H200") == 989e12 and peak_of("some card") is None
+    assert mfu(shape, 989e12 / shape.operations_per_token, 989e12) == pytest.approx(1.0)

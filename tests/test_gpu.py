@@ -1,0 +1,176 @@
+"""On a GPU: one answer, the cord, saves, and numbers that nobody waits for. `tests/gpu.sh` runs these."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import andon
+from andon.engine.loader import Loader
+from andon.engine.reading import Reading
+from andon.transport.local import LocalGroup
+from tests.runs import andon as run
+from tests.runs import events, summary
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: tests/gpu.sh on a machine that has one"),
+]
+
+SMALL = [
+    *("--model.vocab=300", "--model.hidden=128", "--model.layers=2", "--model.heads=2", "--model.kv_heads=1"),
+    *("--model.intermediate=256", "--train.context=128", "--train.micro_batch=2", "--train.slots=6"),
+    *("--train.steps=12", "--data.stories=300", "--eval.windows=8", "--eval.stories=0", "--eval.sample_every=0"),
+    *("--checkpoint.every=4", "--device=cuda"),
+]
+
+
+def train(folder: Path, *arguments: str, name: str = "run", code: int = 0) -> dict[str, Any]:
+    """A small run on the GPU: its summary, or its halt."""
+    found, output = run("train", *SMALL, f"--run.dir={name}", *arguments, cwd=folder, executed=True)
+    assert found == code, output
+    return summary(folder / name) if code == 0 else {"output": output}
+
+
+@pytest.mark.parametrize("options", [(), ("--train.weights=bf16",), ("--train.compile=false",)], ids=str)
+def test_workers_that_share_a_gpu_give_the_answer_of_one(tmp_path: Path, options: tuple[str, ...]) -> None:
+    answers = {
+        train(tmp_path, *options, *how, name=f"run{number}")["weights_blake3"]
+        for number, how in enumerate(
+            (
+                ("--workers=1",),
+                ("--workers=2",),
+                ("--workers=3", "--zero.policy=even"),
+                ("--workers=3", "--group.transport=star"),
+            )
+        )
+    }
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_gradient_is_named_and_touches_no_weight(tmp_path: Path, workers: int) -> None:
+    """The halt saves the last committed step; from there the run ends as if nothing had been."""
+    rank, slot = workers - 1, 6 // workers * (workers - 1)
+    fault = f"--fault=nan:rank={rank},step=7,parameter=lm_head.weight"
+    train(tmp_path, f"--workers={workers}", fault, code=3)
+    halt = json.loads((tmp_path / "run" / "halt.json").read_text())
+    assert (halt["step"], halt["committed"], halt["sound"]) == (7, 6, True)
+    (finding,) = halt["findings"]
+    assert (finding["rank"], finding["slot"], finding["parameter"]) == (rank, slot, "lm_head.weight")
+    assert len(finding["samples"]) == 2
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint-6").is_dir()
+    after = train(tmp_path, f"--workers={workers}")
+    assert after["weights_blake3"] == train(tmp_path, "--workers=1", name="other")["weights_blake3"]
+
+
+def test_a_bad_step_is_skipped_alike_with_and_without_an_exchange(tmp_path: Path) -> None:
+    fault = ("--on_nonfinite=skip", "--fault=nan:rank=0,step=5")
+    one = train(tmp_path, "--workers=1", *fault, name="one")
+    two = train(tmp_path, "--workers=2", *fault, name="two")
+    assert one["skipped"] == two["skipped"] == 1
+    assert one["weights_blake3"] == two["weights_blake3"]
+
+
+def test_a_killed_run_resumes_with_another_number_of_workers_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole = train(tmp_path, "--workers=1", name="whole")
+    train(tmp_path, "--workers=2", "--fault=die:rank=1,step=10", code=1)
+    assert train(tmp_path, "--workers=3")["weights_blake3"] == whole["weights_blake3"]
+
+
+def test_faster_kernels_train_with_all_checks(tmp_path: Path) -> None:
+    fault = "--fault=nan:rank=0,step=3,parameter=lm_head.weight"
+    assert train(tmp_path, "--deterministic=false", name="whole")["step"] == 12
+    train(tmp_path, "--deterministic=false", fault, code=3)
+    assert json.loads((tmp_path / "run" / "halt.json").read_text())["findings"][0]["parameter"] == "lm_head.weight"
+
+
+def test_a_run_that_keeps_fewer_activations_learns_the_same(tmp_path: Path) -> None:
+    kept = train(tmp_path, name="kept")
+    again = train(tmp_path, "--train.activation_memory=0.5", name="again")
+    assert abs(kept["loss"] - again["loss"]) < 0.05 * kept["loss"]
+
+
+def test_steps_say_the_share_of_the_peak(tmp_path: Path) -> None:
+    train(tmp_path)
+    if any(part in torch.cuda.get_device_name() for part in ("H100", "H200", "A100")):
+        assert all(0 < step["mfu"] < 1 for step in events(tmp_path / "run", "step"))
+
+
+def test_a_profile_has_kernels_and_a_trace(tmp_path: Path) -> None:
+    options = [each for each in SMALL if not each.startswith(("--data", "--eval", "--checkpoint"))]
+    code, output = run("profile", *options, "--steps=2", "--json", cwd=tmp_path, executed=True)
+    assert code == 0, output
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert any("flex_attention" in row["operation"] for row in rows)
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_an_update_behind_a_closed_gate_changes_nothing() -> None:
+    module = nn.Linear(64, 64).cuda()
+    model = andon.DataParallel(module, LocalGroup(), slots=1)
+    optimizer = andon.AdamW(model, lr=0.1)
+
+    def step(scale: float) -> None:
+        for _ in model.slots:
+            model.backward(module(torch.ones(2, 64, device="cuda")).square().mean() * scale, count=2)
+        optimizer.step(clip=1.0)
+
+    step(1.0)
+    before, updates = model.arena.weights.clone(), optimizer.rule.updates
+    with pytest.raises(andon.JidokaHalt):
+        step(math.nan)
+    assert torch.equal(before, model.arena.weights) and optimizer.rule.updates == updates
+    model.close()
+
+
+def test_buffers_that_forward_changes_are_noticed_without_waiting() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(8, 16)
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4)).to(device)
+        model = andon.DataParallel(module, LocalGroup(), slots=2)
+        optimizer = andon.AdamW(model, lr=0.1)
+        for slot in model.slots:
+            model.backward(model(inputs.to(device) * (slot + 1)).square().mean(), count=8)
+        optimizer.step()
+        found.append({name: buffer.cpu() for name, buffer in module.named_buffers()})
+        model.close()
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name])
+    assert int(found[1]["1.num_batches_tracked"]) == 1
+
+
+class Numbered:
+    """Batches that say which they are."""
+
+    def __call__(self, step: int, slot: int) -> Any:
+        array = torch.full((4, 9), 100 * step + slot).numpy()
+        return array[:, :-1], array[:, 1:]
+
+    def windows(self, step: int, slot: int) -> list[int]:
+        return []
+
+
+def test_a_batch_that_was_prepared_is_the_one_that_is_asked_for() -> None:
+    loader = Loader(Numbered(), torch.device("cuda"))
+    loader.prepare(1, 2)
+    assert int(loader(1, 2)[0][0, 0]) == 102
+    loader.prepare(1, 3)
+    assert int(loader(7, 1)[1][0, 0]) == 701, "another one than was prepared"
+    loader.close()
+
+
+def test_a_reading_waits_for_its_own_numbers() -> None:
+    values = torch.arange(3, device="cuda", dtype=torch.float64)
+    reading = Reading(values * 2)
+    values.fill_(9)
+    assert reading.values() == [0.0, 2.0, 4.0]
