@@ -211,8 +211,8 @@ MUTANTS = [
         "attention-sees-the-future",
         "A token attends to those that follow.",
         "model/llama.py",
-        "is_causal=length > 1",
-        "is_causal=length > 99",
+        "is_causal=q.shape[2] > 1",
+        "is_causal=q.shape[2] > 99",
         ("test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
     ),
     Mutant(
