@@ -100,7 +100,7 @@ class Snapshot:
         """Memory for the copies, once; on a GPU for the weights on every rank, whose digests are taken of the copy."""
         pinned = self._gpu is not None
         if not self.weights and (self._with_weights or pinned):
-            self._flat = torch.empty(self.arena.layout.size, dtype=self.arena.buffer.dtype, pin_memory=pinned)
+            self._flat = _memory(self.arena.layout.size, self.arena.buffer.dtype, pinned)
             self.weights = self.arena.layout.views(self._flat) if self._with_weights else {}
         if not self.moments and self.sources:
             self.moments = _like(self.sources, pinned)
@@ -146,12 +146,22 @@ def weights_digests(arena: Arena) -> dict[str, str]:
 
 def _like(sources: Mapping[str, Tensor], pinned: bool) -> dict[str, Tensor]:
     """Tensors of the same sizes, in one buffer."""
-    flat = torch.empty(sum(source.numel() for source in sources.values()), pin_memory=pinned)
+    flat = _memory(sum(source.numel() for source in sources.values()), torch.float32, pinned)
     found, start = {}, 0
     for name, source in sources.items():
         found[name] = flat[start : start + source.numel()]
         start += source.numel()
     return found
+
+
+def _memory(size: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Memory of the host; where so much cannot be pinned, ordinary memory, to which copies are slower."""
+    try:
+        return torch.empty(size, dtype=dtype, pin_memory=pinned)
+    except RuntimeError:
+        if not pinned:
+            raise
+        return torch.empty(size, dtype=dtype)
 
 
 def _nothing() -> None:

@@ -237,8 +237,8 @@ class Optimizer(torch.optim.Optimizer):
         sound. A number of the host would be a factor of 1/x on a GPU, which rounds otherwise: it gets tensors."""
         count, most = (torch.full((), number, dtype=torch.float64, device=measured.device) for number in (tokens, clip))
         scale = count * (measured[-1] / count / most).clamp(min=1.0) if clip else count
-        gate = (~torch.isfinite(measured).all()).float()
-        self.rule.update(self.model.gradients.rows[0], scale, self.options, gate)  # type: ignore[call-arg, arg-type]
+        gate = ~torch.isfinite(measured).all()
+        self.rule.update_unless(gate, self.model.gradients.rows[0], scale, self.options)
 
     def _update(self, totals: Totals, clip: float) -> None:
         """The update rule on the mean gradient, clipped to a global norm; owners send what they have updated."""

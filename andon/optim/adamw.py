@@ -6,7 +6,6 @@ master, and the weights are the master rounded.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -76,16 +75,18 @@ class AdamWRule(UpdateRule):
                 weights = self.arena.layout.view(self.arena.weights, name).view(-1)
                 self.state["master"][offset : offset + hi - lo] = weights[lo:hi]
 
+    def update(self, gradients: Tensor, scale: float, options: Mapping[str, Any]) -> None:
+        """Update the weights from summed gradients, which are first divided by `scale`, in place."""
+        self._launch(gradients, _number(scale, gradients.device), None, options)
+
+    def update_unless(self, gate: Tensor, gradients: Tensor, scale: Tensor, options: Mapping[str, Any]) -> None:
+        """The same, but nothing changes on the device if `gate` is 1 there."""
+        self._launch(gradients, scale.float(), gate.float(), options)
+
     @torch.no_grad()
-    def update(
-        self, gradients: Tensor, scale: float | Tensor, options: Mapping[str, Any], gate: Tensor | None = None
-    ) -> None:
-        """Update the weights from summed gradients, which are first divided by `scale`, in place; with a `gate` of 1
-        nothing changes."""
-        on_device = partial(torch.full, (), dtype=torch.float32, device=gradients.device)
+    def _launch(self, gradients: Tensor, divisor: Tensor, gate: Tensor | None, options: Mapping[str, Any]) -> None:
         self.updates += 1
-        divisor = scale.float() if isinstance(scale, Tensor) else on_device(scale)
-        numbers = _Numbers(on_device(self.updates), divisor, gate)
+        numbers = _Numbers(_number(self.updates, gradients.device), divisor, gate)
         self._update(self._matrices, gradients, numbers, options)
         self._update(self._vectors, gradients, numbers, {**options, "weight_decay": 0.0})
 
@@ -115,3 +116,8 @@ class AdamWRule(UpdateRule):
         if master is not weights:
             for rounded, exact in zip(weights, master, strict=True):
                 rounded.copy_(exact)
+
+
+def _number(value: float, device: torch.device) -> Tensor:
+    """On the device, without a copy that the host would wait for."""
+    return torch.full((), value, dtype=torch.float32, device=device)

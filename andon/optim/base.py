@@ -22,7 +22,7 @@ class UpdateRule(ABC):
     It keeps state for `parts`, and updates those of them that lie in `updated` (all, unless given)."""
 
     gated: ClassVar[bool] = False
-    """Whether `update` also takes its scale as a tensor, and a `gate`: 1 there means that nothing may change."""
+    """Whether it has `update_unless`."""
 
     def __init__(self, arena: Arena, parts: Sequence[Range], updated: Sequence[Range] | None = None) -> None:
         self.arena, self.parts = arena, list(parts)
@@ -37,6 +37,11 @@ class UpdateRule(ABC):
     def update(self, gradients: Tensor, scale: float, options: Mapping[str, Any]) -> None:
         """Update the weights from summed gradients, which are divided by `scale`. `options` are those of the parameter
         group: `lr`, and whatever the optimizer was made with."""
+
+    def update_unless(self, gate: Tensor, gradients: Tensor, scale: Tensor, options: Mapping[str, Any]) -> None:
+        """`update` with numbers that only the device knows: if `gate` is true there, nothing changes, although
+        `updates` counts it."""
+        raise NotImplementedError
 
     def weights_changed(self, parameters: Collection[str]) -> None:  # noqa: B027 (most rules keep no such state)
         """Somebody has set these weights; state that follows from them has to follow."""

@@ -347,8 +347,8 @@ MUTANTS = [
         "gate-always-open",
         "An update that is launched before its verdict happens although the step is not sound.",
         "engine/optimizer.py",
-        "gate = (~torch.isfinite(measured).all()).float()",
-        "gate = torch.zeros((), device=measured.device)",
+        "gate = ~torch.isfinite(measured).all()",
+        "gate = torch.zeros((), dtype=torch.bool, device=measured.device)",
         ("test_ahead.py",),
     ),
     Mutant(
