@@ -33,7 +33,7 @@ SMALL = [
 
 def train(folder: Path, *arguments: str, name: str = "run", code: int = 0) -> dict[str, Any]:
     """A small run on the GPU: its summary, or its halt."""
-    found, output = run("train", *SMALL, f"--run.dir={name}", *arguments, cwd=folder, executed=True)
+    found, output = run("train", *SMALL, f"--run.dir={name}", *arguments, cwd=folder, timeout=300, executed=True)
     assert found == code, output
     return summary(folder / name) if code == 0 else {"output": output}
 
