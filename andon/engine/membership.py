@@ -18,12 +18,15 @@ class Membership:
 
     group: Group
     order: Order
-    generation: int = 0
 
     @classmethod
-    def of(cls, group: Group, slots: int, generation: int = 0) -> Membership:
+    def of(cls, group: Group, slots: int) -> Membership:
         """The membership of a group whose ranks share `slots` slots."""
-        return cls(group, make_order(slots, group.world_size), generation)
+        return cls(group, make_order(slots, group.world_size))
+
+    @property
+    def generation(self) -> int:
+        return self.group.generation
 
     @property
     def rank(self) -> int:

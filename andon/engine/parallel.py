@@ -45,19 +45,41 @@ class DataParallel(nn.Module):
         self.before_step: Callable[[], None] = _nothing
         """Called before the first slot of every step."""
         _compare_what_is_not_trained(module, group)
-        on_cpu = next(module.parameters()).device.type == "cpu"
-        self.arena = Arena(module, (lambda size: group.allocate(1, size)[0]) if on_cpu else None)
+        self.arena = Arena(module, self._memory())
         group.broadcast(self.arena.weights, src=0)
-        self.exchange = Exchange(self.arena, self.membership)
-        self.gradients = Accumulator(self.arena, self.membership, self.exchange)
-        self.buffers_of_step = Buffers(module, self.membership)
+        self._connect()
         self.gather = Gather(self.arena, self.membership, self.exchange.thread)
         self.gather.hook(module, overlap_gather)
+        module.register_forward_pre_hook(lambda *_: self._begin_if_due())
+
+    def _memory(self) -> Callable[[int], Tensor] | None:
+        """Where the weights lie: on the CPU where the transport exchanges best."""
+        group = self.membership.group
+        on_cpu = next(self.module.parameters()).device.type == "cpu"
+        return (lambda size: group.allocate(1, size)[0]) if on_cpu else None
+
+    def _connect(self) -> None:
+        """All that depends on the membership, and on nothing else."""
+        group = self.membership.group
+        self.exchange = Exchange(self.arena, self.membership)
+        self.gradients = Accumulator(self.arena, self.membership, self.exchange)
+        self.buffers_of_step = Buffers(self.module, self.membership)
         self._slot: int | None = None
         """The slot that has begun."""
-        module.register_forward_pre_hook(lambda *_: self._begin_if_due())
         group.before_close.append(self.close)
         group.exchanging = True
+
+    def enter(self, membership: Membership) -> None:
+        """Take part in another generation; all its members call it together. The step begins again."""
+        on_gradient = self.gradients.on_gradient
+        self._disconnect()
+        self.membership = membership
+        self.arena.wait_for_weights = _nothing
+        self.arena.move(self._memory())
+        self._connect()
+        self.gradients.on_gradient = on_gradient
+        self.gather.enter(membership, self.exchange.thread)
+        self.arena.wait_for_weights = self.gather.wait
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own forward."""
@@ -122,12 +144,15 @@ class DataParallel(nn.Module):
         try:
             self.arena.wait_for_weights()
         finally:
-            self.exchange.close()
-            self.gradients.close()
-            group = self.membership.group
-            group.exchanging = False
-            if self.close in group.before_close:
-                group.before_close.remove(self.close)
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        self.exchange.close()
+        self.gradients.close()
+        group = self.membership.group
+        group.exchanging = False
+        if self.close in group.before_close:
+            group.before_close.remove(self.close)
 
 
 def _compare_what_is_not_trained(module: nn.Module, group: Group) -> None:

@@ -114,6 +114,8 @@ class Group(ABC):
 
     rank: int
     world_size: int
+    generation: int = 0
+    """Which membership of the run this is."""
     transport: str = "local"
     wire: Wire = "f32"
     """How gradients are rounded: with bf16 every node of the order of addition is (`engine.order`)."""
@@ -121,6 +123,8 @@ class Group(ABC):
     """Whether its machines compute other bits: then each weight is updated by one rank and sent to the others."""
     stop_wanted: Callable[[], bool] = staticmethod(lambda: False)
     """Whether this rank was asked to stop; all ranks learn it with the next step."""
+    change_wanted: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether this rank knows that somebody waits to join; all ranks learn it with the next step."""
     exchanging: bool = False
     """Whether a model exchanges over it: its collectives come from one thread, so there can be only one."""
     bytes_sent: int = 0
