@@ -271,7 +271,7 @@ def test_the_worst_end_of_a_worker_is_the_end_of_the_run(
         clients = [join(coordinator.address, TOKEN, rank)[1] for rank in range(2)]
         for client in clients:
             client.enter({"data": "digest", "folder": "mark"})
-        assert all(client.wait_for_all() for client in clients)
+        assert all(client.wait_for_generation() for client in clients)
         for client, how in zip(clients, ends, strict=True):
             client._leaving = True  # it must not end the tests when the other one is lost
             if how is None:
@@ -295,7 +295,7 @@ def test_a_rank_that_is_lost_before_the_run_begins_is_free_again() -> None:
             time.sleep(0.01)
         for client in (second, third):
             client.enter({"data": "digest", "folder": "mark"})
-        assert second.wait_for_all() and {second.rank, third.rank} == {0, 1}
+        assert second.wait_for_generation() and {second.rank, third.rank} == {0, 1}
         for client in (second, third):
             client.leave(0)
         assert coordinator.wait() == 0
@@ -308,7 +308,7 @@ def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it
         _, client = join(coordinator.address, TOKEN, None)
         received = receive(tmp_path / "mine", tokens.digest, client.fetch)
         client.enter({"data": received.digest, "folder": "mark"})
-        assert client.wait_for_all()
+        assert client.wait_for_generation()
         client.leave(0)
         assert coordinator.wait() == 0
     assert (received.read(0, 100) == tokens.read(0, 100)).all()

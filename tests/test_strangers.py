@@ -62,7 +62,7 @@ class Door:
         """Whether someone who knows the token can still join, do its work and leave."""
         _, client = join(self.address, TOKEN, None)
         client.enter({"data": "digest", "folder": "mark"})
-        assert client.wait_for_all()
+        assert client.wait_for_generation()
         client.leave(0)
         return self.coordinator.wait() == 0
 
@@ -275,7 +275,7 @@ def test_a_full_table_of_file_descriptors_passes_and_the_door_opens_again() -> N
                 stack.enter_context(socket.create_connection(address, SECONDS))
             _, client = join(address, TOKEN, None, patience=SECONDS)
             client.enter({"data": "digest", "folder": "mark"})
-            assert client.wait_for_all()
+            assert client.wait_for_generation()
             client.leave(0)
         print(file=process.stdin, flush=True)
         text, _, code = process.stdout.readline().rpartition(" ")
@@ -291,7 +291,7 @@ def joined(door: Door) -> Iterator[tuple[CoordinatorClient, list[str]]]:
     _, client = join(door.address, TOKEN, None)
     client._leaving = True  # being dropped must not end the tests
     client.enter({"data": "digest", "folder": "mark"})
-    assert client.wait_for_all()
+    assert client.wait_for_generation()
     yield client, door.lines
     client.close()
 
@@ -375,7 +375,7 @@ def test_a_peer_that_never_reads_delays_nobody_and_is_dropped() -> None:
 
         say("hello", version=VERSION, host="deaf", machine="m", pid=1, rank=None)
         say("ready", data="digest", folder="mark")
-        assert client.wait_for_all()
+        assert client.wait_for_generation()
         took = []
         for _ in range(300):  # 18 MB of answers that nobody reads
             say("store", id=1, operation="set", key="k", value="x" * 60_000)

@@ -56,10 +56,10 @@ def init(
 
 def _open(settings: Settings) -> Group:
     if client := join_launcher():
-        settings = replace(settings, keys=client.keys, host=client.host)
+        settings = replace(settings, keys=client.keys, host=client.host, watch=client.watch)
         group = open_group(fastest_here(client.world_size), client, settings)
         group.stop_wanted = client.stop.is_set
-        client.group = group
+        client.watch(group)
         return group
     _read_slurm()
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1

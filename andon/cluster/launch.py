@@ -5,7 +5,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -13,14 +13,15 @@ from typing import Any
 
 from rich.console import Console
 
+from andon.checkpoint.listing import step_of
 from andon.cluster.bf16 import check_bf16
 from andon.cluster.processes import Command, Workers
 from andon.cluster.signals import save_on_signal
-from andon.cluster.star_process import star_process
+from andon.cluster.star_process import StarProcess
 from andon.cluster.worker import START_AGAIN, Access, work
 from andon.config.load import load
 from andon.config.schema import Config
-from andon.control.coordinator import Coordinator
+from andon.control.coordinator import Coordinator, GoesOn
 from andon.control.link import Message
 from andon.control.token import FILE, VARIABLE, Credentials, environment, new_token, token_of_run
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
@@ -28,6 +29,7 @@ from andon.files import expand
 from andon.run.display import Display, show_error, show_plan
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
+from andon.run.ledger import Ledger
 from andon.run.prepare import prepare_tokens
 from andon.transport.base import TRANSPORTS, GroupError, PeerLost
 from andon.transport.tcp.entrance.tls import Tls
@@ -146,10 +148,12 @@ def _coordinate(
     credentials = Credentials(token, door.tls if door else None)
     with contextlib.ExitStack() as stack:
         recorder, emit = stack.enter_context(recording(config, folder, console))
-        server = None
-        if TRANSPORTS[config.group.transport].needs_server:
+        goes_on = _goes_on(config, folder, checkpoint, stack)
+        transport = TRANSPORTS[config.group.transport]
+        if transport.needs_server:
             host = door.host if door else LOOPBACK
-            server = stack.enter_context(star_process(host, config.workers, config.group.timeout, credentials))
+            star = stack.enter_context(contextlib.closing(StarProcess(host, config.group.timeout, credentials)))
+            goes_on = replace(goes_on, server=star.serve)
         job = {
             "config": config.model_dump(mode="json"),
             "data": tokens.digest,
@@ -157,9 +161,9 @@ def _coordinate(
             "tokens": str(tokens.folder),
             "resume": str(checkpoint) if checkpoint else None,
             "log": str(logs),
-            "server": server,
         }
-        listening = _listening(job, config.workers, on_event, credentials, door or Door(LOOPBACK, 0))
+        members = Members(config.workers, goes_on if transport.goes_on else None)
+        listening = _listening(job, members, on_event, credentials, door or Door(LOOPBACK, 0))
         coordinator = stack.enter_context(listening)
         save_on_signal(save, quit_now)
         if door:
@@ -171,7 +175,7 @@ def _coordinate(
                 Command(["-m", "andon.cluster.worker", *place, str(rank)], environment(token))
                 for rank in range(config.workers)
             ]
-            workers = stack.enter_context(Workers(commands, config.threads, logs))
+            workers = stack.enter_context(Workers(commands, config.threads, logs, config.restarts))
             code = workers.wait(coordinator)
     if workers and workers.was_quit:
         raise UserError("The run was ended at once", "A second Ctrl-C", START_AGAIN)
@@ -204,12 +208,29 @@ def _invite(config: Config, coordinator: Coordinator, console: Console) -> None:
     console.print(f"Waiting for {config.workers} workers: {command}   ({token})", soft_wrap=True, highlight=False)
 
 
+@dataclass(frozen=True)
+class Members:
+    """How many workers a run wants, and how it goes on without some of them."""
+
+    wanted: int
+    goes_on: GoesOn | None
+
+
+def _goes_on(config: Config, folder: RunFolder, checkpoint: Path | None, stack: contextlib.ExitStack) -> GoesOn:
+    """What the run needs to go on when its members change; the ledger is closed at the end."""
+    ledger = Ledger(folder.folder, step_of(checkpoint) if checkpoint else 0)
+    stack.callback(ledger.close)
+    return GoesOn(config.min_workers, config.group.timeout, ledger)
+
+
 @contextlib.contextmanager
-def _listening(job: Message, workers: int, emit: Emit, credentials: Credentials, door: Door) -> Iterator[Coordinator]:
+def _listening(
+    job: Message, members: Members, emit: Emit, credentials: Credentials, door: Door
+) -> Iterator[Coordinator]:
     """A coordinator at a door, until the context is left."""
 
     def open_at(port: int) -> Coordinator:
-        return Coordinator(job, workers, emit, credentials, (door.host, port))
+        return Coordinator(job, members.wanted, emit, credentials, (door.host, port), members.goes_on)
 
     try:
         try:

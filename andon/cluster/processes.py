@@ -5,6 +5,7 @@ import math
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from andon.control.coordinator import POLL, Coordinator
-from andon.errors import EXIT_STOPPED, EXIT_USER_ERROR, worst
+from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, worst
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed
 
@@ -51,10 +52,12 @@ def _start(command: Command, threads: int, log: Path) -> subprocess.Popen[bytes]
 
 
 class Workers:
-    """The worker processes of a run; they have ended when the context is left."""
+    """The worker processes of a run; they have ended when the context is left. Where the run goes on without a worker,
+    it is started again, as long as the coordinator lets it in and not more than `restarts` times in all."""
 
-    def __init__(self, commands: Sequence[Command], threads: int, logs: Path) -> None:
+    def __init__(self, commands: Sequence[Command], threads: int, logs: Path, restarts: int = 0) -> None:
         logs.mkdir(parents=True, exist_ok=True)
+        self._commands, self._compute_threads, self._logs, self._restarts = commands, threads, logs, restarts
         self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.first_failed: int | None = None
         self.first_failure = "A worker"
@@ -62,35 +65,59 @@ class Workers:
         """Which signal killed a worker, if one did."""
         self.was_quit = False
         """Whether they were killed because a person wanted that."""
-        ranks = range(len(commands))
-        self.processes = [_start(command, threads, log_of(logs, rank)) for rank, command in enumerate(commands)]
-        self._threads = [threading.Thread(target=self._wait_for_exit, args=[rank], daemon=True) for rank in ranks]
-        for thread in self._threads:
-            thread.start()
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._threads: dict[int, threading.Thread] = {}
+        for place in range(len(commands)):
+            self._start(place)
 
-    def _wait_for_exit(self, rank: int) -> None:
-        self._exits.put((rank, self.processes[rank].wait()))
+    def _start(self, place: int) -> None:
+        process = _start(self._commands[place], self._compute_threads, log_of(self._logs, place))
+        self.processes[place] = process
+        self._threads[place] = threading.Thread(target=self._wait_for_exit, args=[place, process], daemon=True)
+        self._threads[place].start()
+
+    def _wait_for_exit(self, place: int, process: subprocess.Popen[bytes]) -> None:
+        self._exits.put((place, process.wait()))
 
     def wait(self, coordinator: Coordinator) -> int:
         """Wait for all workers; once one has failed or all have left, the rest get `GRACE` seconds to end."""
-        codes: list[int] = []
+        codes: dict[int, int] = {}
         until = math.inf
         while len(codes) < len(self.processes):
-            if until == math.inf and (worst(codes) not in (0, EXIT_STOPPED) or coordinator.all_left):
+            failed = worst(codes.values()) not in (0, EXIT_STOPPED) and not coordinator.goes_on
+            if until == math.inf and (failed or coordinator.all_left):
                 until = time.monotonic() + GRACE
             try:
-                rank, code = self._exits.get(timeout=POLL)
+                place, code = self._exits.get(timeout=POLL)
             except queue.Empty:
                 if time.monotonic() < until:
                     continue
-                return worst([*codes, *coordinator.codes.values()] or [EXIT_USER_ERROR])
+                return worst([*codes.values(), *coordinator.codes] or [EXIT_USER_ERROR])
+            if self._comes_back(place, code, coordinator):
+                continue
             if code not in (0, EXIT_STOPPED) and self.first_failed is None:
                 hint = " (out of memory?)" if code == -signal.SIGKILL else ""
                 killed = f", killed by {signal.Signals(-code).name}{hint}," if code < 0 else ""
-                self.first_signal = f"Rank {rank} was{killed.strip(',')}" if killed else ""
-                self.first_failed, self.first_failure = rank, f"Rank {rank}{killed}"
-            codes.append(code if code >= 0 else EXIT_USER_ERROR)
-        return worst(codes)
+                self.first_signal = f"Rank {place} was{killed.strip(',')}" if killed else ""
+                self.first_failed, self.first_failure = place, f"Rank {place}{killed}"
+            codes[place] = code if code >= 0 else EXIT_USER_ERROR
+        if coordinator.goes_on and coordinator.codes:
+            return worst(coordinator.codes)
+        return worst(codes.values())
+
+    def _comes_back(self, place: int, code: int, coordinator: Coordinator) -> bool:
+        """Start a lost worker again, if the run goes on without it meanwhile."""
+        if code in (0, EXIT_STOPPED, EXIT_HALTED) or self.was_quit:
+            return False
+        if not coordinator.may_return((socket.gethostname()[:64], place)):
+            return False
+        if self._restarts <= 0:
+            coordinator.note(f"Worker {place} is not started again: that was done as often as --restarts allows")
+            return False
+        self._restarts -= 1
+        coordinator.note(f"Worker {place} is started again")
+        self._start(place)
+        return True
 
     def quit(self) -> None:
         """A person wants the run to end at once: kill all workers."""
@@ -99,7 +126,7 @@ class Workers:
 
     def _kill(self) -> None:
         """Kill all workers."""
-        for process in self.processes:
+        for process in list(self.processes.values()):
             process.kill()
 
     def __enter__(self) -> Self:
@@ -108,5 +135,5 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self._kill()
         until = time.monotonic() + GRACE
-        for thread in self._threads:  # a process that hangs in a disk cannot be killed and is left behind
+        for thread in self._threads.values():  # a process that hangs in a disk cannot be killed and is left behind
             thread.join(max(0.0, until - time.monotonic()))

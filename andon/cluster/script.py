@@ -97,7 +97,7 @@ def join_launcher() -> CoordinatorClient | None:
     _, client = join((host, int(port)), token_of_worker(None), int(os.environ[RANK]))
     client.enter({"data": "", "folder": ""})
     save_on_signal(client.stop.set)
-    if not client.wait_for_all():
+    if not client.wait_for_generation():
         client.leave(EXIT_STOPPED)
         sys.exit(EXIT_STOPPED)
     atexit.register(client.leave, 0)  # the launcher takes the exit code from the process itself

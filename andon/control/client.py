@@ -2,8 +2,9 @@
 
 The thread starts as soon as both have proved that they know the token, so that a worker that prepares its data, or
 waits for others, is known to be alive, and knows that the coordinator is. When a rank is lost the group is made to fail
-at once (`Group.abort`), which ends this worker in an orderly way; a worker that does not end soon, because it computes,
-is ended here, and so is one whose coordinator is lost: the newest checkpoint is complete.
+at once (`Group.abort`); then this worker parts and takes part in the next generation. In a run that cannot go on
+without a rank it ends in an orderly way; a worker that does not end soon, because it computes, is ended here, and so is
+one whose coordinator is lost: the newest checkpoint is complete.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,17 @@ class CoordinatorClient:
         self.hosts: list[str] = []
         self.keys: LinkKeys | None = None
         self.stop = threading.Event()
-        self.group: Group | None = None
-        """The group to abort when a rank is lost."""
+        self.change = threading.Event()
+        """Whether somebody waits to join."""
+        self.goes_on = False
+        """Whether the run goes on without a rank that is lost."""
+        self.recorded = 0
+        """The last step that the run's ledger had when the generation began."""
+        self.server: tuple[str, int] | None = None
+        """Where a star's server listens, in this generation."""
+        self._group: Group | None = None
+        self._peer_gone: tuple[int, str] | None = None
+        self._turn = threading.Lock()
         self.compute_ms: Callable[[], float | None] = lambda: None
         """What forward and backward of the last step took."""
         self._token, self._leaving, self._asked = token, False, 0
@@ -98,24 +108,43 @@ class CoordinatorClient:
         self.send("ready", **ready)
         welcome = self.receive("welcome")
         self.rank, self.world_size = welcome["rank"], welcome["world_size"]
-        try:
-            issued = {int(peer): bytes.fromhex(key) for peer, key in welcome["keys"].items()}
-        except (TypeError, ValueError):
-            raise ProtocolError("the coordinator sent keys that are none") from None
-        self.keys = LinkKeys(welcome["generation"], issued).sealed(self._token)
 
-    def wait_for_all(self) -> bool:
-        """Wait until every rank is there; False if the run was stopped before that."""
-        message = self.receive("begin", "stop")
-        if message["kind"] == "stop":
+    def wait_for_generation(self) -> bool:
+        """Wait until the next generation begins; False if there will be none."""
+        while (message := self.receive("begin", "stop", "end", "lost", "values"))["kind"] in ("lost", "values"):
+            pass  # of the generation before
+        if message["kind"] != "begin":
             return False
+        try:
+            issued = {int(peer): bytes.fromhex(key) for peer, key in message["keys"].items()}
+            self.server = (str(message["server"][0]), int(message["server"][1])) if message["server"] else None
+        except (TypeError, ValueError, IndexError):
+            raise ProtocolError("the coordinator sent keys or an address that are none") from None
+        self.keys = LinkKeys(message["generation"], issued).sealed(self._token)
+        self.rank, self.world_size, self.recorded = message["rank"], message["world_size"], message["recorded"]
         self.hosts, self.host, self.local_rank = message["hosts"], message["host"], message["local_rank"]
         return True
+
+    def part(self, why: str) -> bool:
+        """Say that this worker has left its group, and wait for the next generation; False if there will be none."""
+        with self._turn:
+            self._group = None
+        self.send("part", why=why)
+        return self.wait_for_generation()
+
+    def watch(self, group: Group) -> None:
+        """Abort the group when a rank is lost."""
+        with self._turn:
+            self._group = group
+            if self._peer_gone:
+                group.abort(*self._peer_gone)
 
     def exchange(self, topic: str, mine: str) -> list[str]:
         """The rendezvous: send this rank's value under a topic and receive every rank's, in rank order."""
         self.send("value", topic=topic, value=mine)
-        message = self.receive("values")
+        message = self.receive("values", "lost")
+        if message["kind"] == "lost":
+            raise PeerLost(message["rank"], "the rendezvous", 0.0, message["why"])
         assert message["topic"] == topic, (message, topic)
         return list(message["values"])
 
@@ -138,6 +167,14 @@ class CoordinatorClient:
     def emit(self, event: Event) -> None:
         """Report an event."""
         self.send("event", event=event)
+
+    def report(self, records: Sequence[Any]) -> None:
+        """Report committed steps, for the ledger."""
+        self.send("commit", records=list(records))
+
+    def went_back(self, generation: int, step: int) -> None:
+        """Report that this generation goes on from the checkpoint of a step."""
+        self.send("back", generation=generation, step=step)
 
     def fail(self, what: str, cause: str, remedy: str) -> None:
         """Report why this worker cannot go on."""
@@ -167,17 +204,26 @@ class CoordinatorClient:
             assert isinstance(message, dict)
             if message["id"] in self._answers:
                 self._answers[message["id"]].put(message["value"])
+        elif kind == "change":
+            self.change.set()
         elif kind == "lost":
             assert isinstance(message, dict)
+            self._inbox.put(message)
             self._peer_lost(message["rank"], message["why"])
         elif kind != "alive":
-            self._begun = self._begun or kind == "begin"
+            if kind == "begin":
+                with self._turn:
+                    self._begun, self._peer_gone = True, None
+                self.change.clear()
             self._inbox.put(message)
 
     def _peer_lost(self, rank: int, why: str) -> None:
-        if self.group:
-            self.group.abort(rank, why)
-        self._end_soon(f"{self.name(rank)} was lost: {why}")
+        with self._turn:
+            self._peer_gone = rank, why
+            if self._group:
+                self._group.abort(rank, why)
+        if not self.goes_on:
+            self._end_soon(f"{self.name(rank)} was lost: {why}")
 
     def on_lost(self, link: ControlLink, why: str) -> None:
         """The coordinator is gone."""
@@ -256,7 +302,9 @@ def join(
     client = CoordinatorClient(sock, token)
     client.send("hello", version=VERSION, host=socket.gethostname(), machine=machine_id(), pid=os.getpid(), rank=rank)
     try:
-        return client.receive("job"), client
+        job = client.receive("job")
+        client.goes_on = bool(job.get("goes_on"))
+        return job, client
     except BaseException:
         client.close()
         raise

@@ -3,18 +3,22 @@
 It holds no weights and sees no gradient. One thread moves all control links (`andon.control.loop`; the dialogue is in
 `andon.control.link`), another one passes events on, so that a slow disk or terminal holds up nobody. A worker has
 *left* when it has sent its exit code, and is *lost* when its link ended without one. The run *begins* when all ranks
-are taken: before that a lost worker only frees its rank, after that its loss is told to everyone and ends the run.
+are taken: before that a lost worker only frees its rank, after that its loss is told to everyone. Then the others part
+and go on as the next generation (`andon.control.generations`), unless the run has no `GoesOn`: then it ends.
 """
 
 import socket
 import threading
 import time
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from andon.control.files import send_files
+from andon.control.generations import Generations
 from andon.control.link import FROM_WORKER, LONGEST_SILENCE, ControlLink, Message
 from andon.control.loop import Loop
 from andon.control.members import Phase, Worker, free_rank, seats
@@ -23,6 +27,7 @@ from andon.control.stragglers import Stragglers
 from andon.control.token import Credentials
 from andon.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, worst
 from andon.run.events import Emit, Event, cannot_write, check_event, event
+from andon.run.ledger import Ledger, check_record
 from andon.transport.base import ProtocolError
 from andon.transport.tcp.connect import listen
 from andon.transport.tcp.entrance.handshake import authenticate
@@ -33,6 +38,24 @@ from andon.version import VERSION
 POLL = 0.5  # seconds; a wait without a timeout would not let Python handle signals
 LAST_WORDS = 10.0  # seconds that the others get, after a rank was lost, to say so and leave
 MOST_EVENTS = 100_000  # that may wait for a disk or a terminal
+STRIKES = 3  # losses in a row after which a place is quarantined
+SETTLED = 10  # committed steps after which a worker counts as sound
+MEMBERS_SAY = ("value", "store", "event", "commit", "back", "part", "failed", "bye")
+WITHOUT_PROGRESS = 20  # generations in a row that commit nothing, after which the run ends
+MOST_SLOTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """What a run needs in order to go on when its members change."""
+
+    least: int
+    """The number of workers without which it waits."""
+    patience: float
+    """Seconds that a member gets to leave its group when another one is lost."""
+    ledger: Ledger
+    server: Callable[[int, int], tuple[str, int] | None] = lambda generation, world_size: None
+    """Has a star's server serve a generation of so many; its address."""
 
 
 class Coordinator:
@@ -45,13 +68,22 @@ class Coordinator:
         on_event: Emit,
         credentials: Credentials,
         bind: tuple[str, int] = ("127.0.0.1", 0),
+        goes_on: GoesOn | None = None,
     ) -> None:
         self.job, self.world_size, self.on_event, self.credentials = job, world_size, on_event, credentials
-        self.generation = 0
+        self.goes_on = goes_on
+        self.generations: Generations[Worker] = Generations(world_size, goes_on.least if goes_on else world_size)
+        self._first_generation = goes_on.ledger.generation + 1 if goes_on else 0
         self.failures: list[UserError] = []
-        self.codes: dict[int, int] = {}
-        """The exit code of every worker that has left or was lost."""
-        self.begun = False
+        self.codes: list[int] = []
+        """The exit codes of the workers that have left for good."""
+        self.quarantined: set[tuple[str, int | None]] = set()
+        """Places whose workers were lost again and again."""
+        self._strikes: Counter[tuple[str, int | None]] = Counter()
+        self._stalled_since = float("inf")
+        """When the first member has parted, while others have not."""
+        self._step_of_generation = self._told_step = -1
+        self._without_progress = 0
         self._stop_wanted = self._stopping = False
         self._end_by = float("inf")
         self._workers: dict[ControlLink, Worker] = {}
@@ -81,8 +113,7 @@ class Coordinator:
                 self._changed.wait(POLL)
         if self._stopping and not self.begun:
             return EXIT_STOPPED
-        missing = set(range(self.world_size)) - self.codes.keys()
-        return worst([*self.codes.values(), *(EXIT_USER_ERROR for _ in missing)])
+        return worst([*self.codes, *(EXIT_USER_ERROR for _ in self.generations.members)])
 
     @property
     def ended(self) -> bool:
@@ -91,9 +122,26 @@ class Coordinator:
         return self.all_left or before or time.monotonic() > self._end_by
 
     @property
+    def begun(self) -> bool:
+        """Whether the first generation has begun."""
+        return self.generations.number >= 0
+
+    @property
     def all_left(self) -> bool:
-        """Whether every worker has left or was lost."""
-        return len(self.codes) == self.world_size
+        """Whether every worker has left or was lost, and none is to come."""
+        return self.generations.over and not self.generations.members
+
+    def may_return(self, place: tuple[str, int | None]) -> bool:
+        """Whether a worker that has ended may be started again."""
+        ending = self.generations.over or self._stopping or bool(self.failures)
+        return bool(self.goes_on) and self.begun and not ending and place not in self.quarantined
+
+    def end(self, why: str) -> None:
+        """The run cannot go on; from any thread."""
+        remedy = "Look at the logs, then run the same command again: it resumes from the newest checkpoint"
+        self.failures.append(UserError("The run cannot go on", why, remedy))
+        self.generations.over = True
+        self._loop.wake()
 
     def close(self) -> None:
         """Stop listening, close all links and pass on the events that wait; safe to call twice."""
@@ -128,6 +176,7 @@ class Coordinator:
             self._tell_all("stop")
             if not self.begun:
                 self._end_by = time.monotonic() + 1.0
+        self._lose_stalled()
         with self._changed:
             self._changed.notify_all()
 
@@ -145,16 +194,106 @@ class Coordinator:
         """A link has ended without an exit code."""
         worker = self._workers.pop(link)
         if worker.phase is not Phase.MEMBER or not self.begun:
+            self.generations.lose(worker)
             if worker.host:
-                self._note(f"{worker.name} was lost before the run began: {why}")
+                self._note(f"{worker.name} was lost before {'it joined' if self.begun else 'the run began'}: {why}")
+                self._strike(worker)
             return
-        self._note(f"{worker.name} was lost: {why}")
-        what = f"{worker.name[0].upper()}{worker.name[1:]} was lost{self._stragglers.at_step}: {why}"
-        cause = "Its process died, its machine stopped, or the network between them failed"
-        self.failures.append(UserError(what, cause, "Start all of them again: they resume from the newest checkpoint"))
+        text = f"{worker.name[0].upper()}{worker.name[1:]} was lost{self._stragglers.at_step}: {why}"
+        self._emit(event("lost", rank=worker.rank, host=worker.host, why=why, text=text))
         self._tell_all("lost", rank=worker.rank, host=worker.host, why=why)
-        self._leave(worker, EXIT_USER_ERROR)
-        self._end_by = min(self._end_by, time.monotonic() + LAST_WORDS)
+        if self.goes_on and not self.generations.over:
+            self.generations.lose(worker)
+            self._strike(worker)
+            self._advance()
+            return
+        cause = "Its process died, its machine stopped, or the network between them failed"
+        if not self.goes_on:
+            remedy = "Start all of them again: they resume from the newest checkpoint"
+            self.failures.append(UserError(text, cause, remedy))
+            self._leave(worker, EXIT_USER_ERROR)
+            self._end_by = min(self._end_by, time.monotonic() + LAST_WORDS)
+        else:  # the others have come to the end without it
+            self.generations.lose(worker)
+
+    def _strike(self, worker: Worker) -> None:
+        """A worker was lost; one that is lost again and again, soon after it has joined, is not let in any more."""
+        if not self.goes_on or not self.begun:
+            return
+        settled = worker.phase is Phase.MEMBER and self.goes_on.ledger.chain.step - worker.since_step >= SETTLED
+        self._strikes[worker.place] = 1 if settled else self._strikes[worker.place] + 1
+        if self._strikes[worker.place] == STRIKES:
+            self.quarantined.add(worker.place)
+            self._note(
+                f"A worker on {worker.host} was lost {STRIKES} times in a row: it is quarantined, and not let in"
+            )
+
+    def _lose_stalled(self) -> None:
+        """Members that do not leave their group, though others have had to, are lost."""
+        if self.goes_on and time.monotonic() - self._stalled_since > self.goes_on.patience:
+            self._stalled_since = float("inf")
+            for worker in [each for each in self.generations.members if each not in self.generations.parted]:
+                self._loop.drop(worker.link)
+                self.on_lost(worker.link, "it made no progress, and the others go on without it")
+
+    def _advance(self) -> None:
+        """Begin the next generation, if it can; otherwise tell the members that somebody waits."""
+        known, generations = self.goes_on, self.generations
+        if generations.parted and len(generations.parted) < len(generations.members):
+            self._stalled_since = min(self._stalled_since, time.monotonic())
+        if members := generations.next():
+            self._begin(members)
+        elif generations.over:
+            self._tell_all("end")
+        elif generations.change_is_due:
+            self._tell_all("change")
+        elif (
+            known
+            and self.begun
+            and len(generations.members) < known.least
+            and len(generations.parted) == len(generations.members)
+        ):
+            self._note(f"Waiting for workers: {len(generations.members)} of at least {known.least} are there")
+
+    def _begin(self, members: list[Worker]) -> None:
+        """Begin a generation; a worker that sees the run's folder is rank 0, and otherwise ranks stay in order."""
+        if self.generations.number:
+            members.sort(key=lambda worker: not worker.sees_folder)
+        else:
+            members.sort(key=lambda worker: worker.rank)
+        self._stalled_since = float("inf")
+        generation, size = self._first_generation + self.generations.number, len(members)
+        recorded, server = 0, None
+        if known := self.goes_on:
+            recorded = known.ledger.chain.step
+            self._without_progress = 0 if recorded > self._step_of_generation else self._without_progress + 1
+            self._step_of_generation = recorded
+            if self._without_progress >= WITHOUT_PROGRESS:
+                self.end(f"{WITHOUT_PROGRESS} generations have begun without a committed step")
+                self._tell_all("end")
+                return
+            known.ledger.begin(generation, [worker.host for worker in members])
+            server = known.server(generation, size)
+        self._topics = Topics(size)
+        for rank, worker in enumerate(members):
+            if worker.phase is Phase.WAITING:
+                worker.since_step = recorded
+            worker.phase, worker.rank = Phase.MEMBER, rank
+        hosts = [worker.host for worker in members]
+        for seat, worker in zip(seats(members), members, strict=True):
+            keys = self.credentials.issue(worker.rank, size, generation).keys
+            worker.link.queue(
+                "begin",
+                generation=generation,
+                rank=worker.rank,
+                world_size=size,
+                recorded=recorded,
+                hosts=hosts,
+                host=seat.address,
+                local_rank=seat.local_rank,
+                keys={str(peer): key.hex() for peer, key in keys.items()},
+                server=server,
+            )
 
     def on_message(self, link: ControlLink, message: Message | bytes) -> None:
         """What a worker says, by how far it has come."""
@@ -170,7 +309,7 @@ class Coordinator:
             self._greet(worker, message)
         elif worker.phase is Phase.PREPARING and kind in ("fetch", "ready", "failed"):
             self._prepare(worker, message)
-        elif worker.phase is Phase.MEMBER and kind in ("value", "store", "event", "failed", "bye"):
+        elif worker.phase is Phase.MEMBER and kind in MEMBERS_SAY:
             self._serve(worker, message)
         else:
             raise ProtocolError(f"it sent '{kind}' out of turn")
@@ -179,14 +318,17 @@ class Coordinator:
         worker.introduce(hello)
         if hello["version"] != VERSION:
             self._refuse(worker, f"the coordinator runs Andon {VERSION}, it runs {hello['version'][:20]}")
-        elif self.begun:
+        elif self.begun and (not self.goes_on or self.generations.full):
             self._refuse(worker, f"all {self.world_size} ranks are taken")
+        elif worker.place in self.quarantined:
+            self._refuse(worker, f"workers of {worker.host} were lost {STRIKES} times in a row")
         else:
             worker.phase = Phase.PREPARING
-            worker.link.queue("job", **self.job)
+            worker.link.queue("job", **self.job, goes_on=bool(self.goes_on), joins=self.begun)
 
     def _prepare(self, worker: Worker, message: Message) -> None:
         if message["kind"] == "failed":
+            self._strike(worker)
             self._refuse(worker, message["what"])
         elif message["kind"] == "fetch":
             if "tokens" not in self.job or worker.fetches:
@@ -200,6 +342,10 @@ class Coordinator:
             self._admit(worker, sees_folder=message["folder"] == self.job["folder_mark"])
 
     def _admit(self, worker: Worker, sees_folder: bool) -> None:
+        worker.sees_folder = sees_folder
+        if self.begun:
+            self._admit_later(worker)
+            return
         taken = [other.rank for other in self._members()]
         rank = free_rank(taken, self.world_size, worker, sees_folder)
         if rank is None:
@@ -210,22 +356,24 @@ class Coordinator:
             self._refuse(worker, all_taken if full else blind)
             return
         worker.phase, worker.rank = Phase.MEMBER, rank
-        keys = self.credentials.issue(rank, self.world_size, self.generation).keys
-        worker.link.queue(
-            "welcome",
-            rank=rank,
-            world_size=self.world_size,
-            generation=self.generation,
-            keys={str(peer): key.hex() for peer, key in keys.items()},
-        )
+        worker.link.queue("welcome", rank=rank, world_size=self.world_size)
         if self._stopping:
             worker.link.queue("stop")
         self._emit(event("worker", rank=rank, pid=worker.pid, host=worker.host))
-        if len(members := self._members()) == self.world_size and not self._stopping:
-            self.begun = True
-            hosts = [member.host for member in sorted(members, key=lambda member: member.rank)]
-            for seat, member in zip(seats(members), sorted(members, key=lambda member: member.rank), strict=True):
-                member.link.queue("begin", hosts=hosts, host=seat.address, local_rank=seat.local_rank)
+        if not self._stopping:
+            self.generations.ready(worker)
+            self._advance()
+
+    def _admit_later(self, worker: Worker) -> None:
+        """A worker that joins a run that has begun."""
+        if not self.goes_on or self.generations.full or self.generations.over or self._stopping:
+            over = self.generations.over or self._stopping
+            self._refuse(worker, "the run ends" if over else f"all {self.world_size} ranks are taken")
+            return
+        worker.phase = Phase.WAITING
+        worker.link.queue("welcome", rank=-1, world_size=self.world_size)
+        self.generations.ready(worker)
+        self._advance()
 
     def _refuse(self, worker: Worker, reason: str) -> None:
         self._note(f"a worker on {worker.host} was refused: {reason}")
@@ -237,7 +385,7 @@ class Coordinator:
         match message["kind"]:
             case "event":
                 try:
-                    self._emit(check_event(message["event"], worker.rank))
+                    self._emit_once(check_event(message["event"], worker.rank))
                 except ValueError as error:
                     raise ProtocolError(f"it reported {error}") from None
                 self._stragglers.follow(message["event"])
@@ -252,6 +400,8 @@ class Coordinator:
                     message["value"],
                     lambda value: link.queue("stored", id=number, value=value),
                 )
+            case "commit" | "back" | "part":
+                self._keep_books(worker, message)
             case "failed":
                 if self.begun and len(self.failures) < self.world_size + 1:
                     self.failures.append(UserError(message["what"], message["cause"], message["remedy"]))
@@ -261,10 +411,44 @@ class Coordinator:
                 if self.begun:
                     self._leave(worker, message["code"])
 
+    def _emit_once(self, event: Event) -> None:
+        """A step that is done again, because it was not committed, was told of already."""
+        if event["event"] == "step":
+            if event["step"] <= self._told_step:
+                return
+            self._told_step = event["step"]
+        elif event["event"] == "start":
+            self.job = {**self.job, "probe": event["probe"]}
+        self._emit(event)
+
+    def _keep_books(self, worker: Worker, message: Message) -> None:
+        """What a member says about generations and committed steps."""
+        if not self.goes_on:
+            raise ProtocolError(f"it sent '{message['kind']}', but this run has no ledger")
+        if message["kind"] == "part":
+            self.generations.part(worker)
+            if self.generations.over:
+                worker.link.queue("end")
+            else:
+                self._advance()
+        elif message["kind"] == "back":
+            self.goes_on.ledger.go_back(message["generation"], message["step"])
+            self._told_step = message["step"]
+        else:
+            try:
+                for record in message["records"]:
+                    self.goes_on.ledger.commit(check_record(record, MOST_SLOTS))
+            except ValueError as error:
+                raise ProtocolError(f"it reported {error}") from None
+
     def _leave(self, worker: Worker, code: int) -> None:
         with self._changed:
-            self.codes[worker.rank] = code
+            self.codes.append(code)
+            self.generations.leave(worker)
             self._changed.notify_all()
+        if code not in (0, EXIT_STOPPED):
+            for other in self.generations.parted:
+                other.link.queue("end")
 
     def _members(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.phase is Phase.MEMBER]
@@ -272,6 +456,10 @@ class Coordinator:
     def _tell_all(self, kind: str, **fields: Any) -> None:
         for member in self._members():
             member.link.queue(kind, **fields)
+
+    def note(self, text: str) -> None:
+        """Tell the user something; from any thread."""
+        self._note(text)
 
     def _note(self, text: str) -> None:
         self._emit(event("note", text=text))

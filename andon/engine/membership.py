@@ -12,6 +12,10 @@ from andon.engine.order import Order, make_order
 from andon.transport.base import Group
 
 
+class MembersChange(Exception):
+    """The step is done, and somebody waits to join: all leave their group and go on as another generation."""
+
+
 @dataclass(frozen=True)
 class Membership:
     """One worker's place in one generation of a run."""

@@ -121,6 +121,12 @@ class Optimizer(torch.optim.Optimizer):
         self._fingerprints = Fingerprints(model.arena, self.compared_state)
         self._clip = 0.0
 
+    def go_on_from(self, step: int) -> None:
+        """Weights, state and progress are those after a step: they were loaded, or are the first ones."""
+        self.rule.updates = self.progress.updates
+        self.commit.go_back(step)
+        self.is_new = False
+
     def _share_out(self) -> tuple[list[Range], list[Range]]:
         """Decide who owns what in this generation; the parts whose state this rank keeps, and those it updates."""
         membership, arena = self.model.membership, self.model.arena

@@ -146,6 +146,10 @@ class DataParallel(nn.Module):
         finally:
             self._disconnect()
 
+    def part(self) -> None:
+        """Leave the generation, whatever has become of its group; `enter` is what follows."""
+        self._disconnect()
+
     def _disconnect(self) -> None:
         self.exchange.close()
         self.gradients.close()

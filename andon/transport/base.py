@@ -107,6 +107,8 @@ class Settings:
     """Certificates, if connections are to be encrypted."""
     store: Store | None = None
     """Where ranks of torch.distributed find each other; without one rank 0 opens its own."""
+    watch: Callable[[Group], None] = lambda group: None
+    """Told of the group before its first collective, so that it can be aborted."""
 
 
 class Group(ABC):
@@ -254,6 +256,8 @@ class Transport:
     """Whether a bf16 wire halves the bytes of a gradient."""
     one_order: bool = True
     """Whether sums are added in the one order for any number of ranks and rows."""
+    goes_on: bool = False
+    """Whether survivors can leave a collective in which a rank is lost, and open another group in the same process."""
     zero_pays: bool = True
     """Whether `zero.policy: auto` shares out the optimizer state: does the gather cost less than the update saves?"""
 
@@ -279,7 +283,13 @@ TRANSPORTS: Final[dict[str, Transport]] = {
     each.name: each
     for each in (
         Transport(
-            "local", "local:LocalGroup", lambda traffic: 0, buffers=lambda unit: 0, connects=False, zero_pays=False
+            "local",
+            "local:LocalGroup",
+            lambda traffic: 0,
+            buffers=lambda unit: 0,
+            connects=False,
+            goes_on=True,
+            zero_pays=False,
         ),
         Transport(
             "shm",
@@ -288,8 +298,9 @@ TRANSPORTS: Final[dict[str, Transport]] = {
             uses_worker_cores=True,
             reduce_preserves_inputs=True,
             rounds_on_wire=False,
+            goes_on=True,
         ),
-        Transport("star", "tcp.star:StarGroup", _to_server, needs_server=True, zero_pays=False),
+        Transport("star", "tcp.star:StarGroup", _to_server, needs_server=True, goes_on=True, zero_pays=False),
         Transport("ring", "tcp.ring:RingGroup", lambda traffic: _by_parts(replace(traffic, rows=1)), one_order=False),
         Transport("torch", "torch_dist:TorchGroup", _by_parts, buffers=lambda unit: unit),
     )

@@ -102,6 +102,7 @@ class ShmGroup(Group):
             except PermissionError as error:
                 raise _unavailable("the workers run as different users") from error
             group = cls(rank, pids, first, settings.timeout, settings.wire)
+            settings.watch(group)
             try:
                 group._barrier.wait("opening shared memory")
             except Exception:

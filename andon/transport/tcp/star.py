@@ -56,7 +56,9 @@ class StarGroup(Group):
 
             data, link = connect_to_server("data"), connect_to_server("heartbeat")
             undo.pop_all()
-        return cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), settings.wire)
+        group = cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), settings.wire)
+        settings.watch(group)
+        return group
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self._reduce("all-reduce", nodes, (0, nodes.shape[-1]), order)
