@@ -410,6 +410,14 @@ def config_schema() -> None:
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
 
 
+@app.command()
+def audit(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
+    """Prove that a run has used every sample of every committed step exactly once."""
+    from andon.commands.audit import audit
+
+    audit(run, _console())
+
+
 @data_app.command("show")
 def data_show(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],

@@ -25,7 +25,7 @@ from andon.control.loop import Loop
 from andon.errors import EXIT_USER_ERROR, UserError, harmless
 from andon.machine import machine_id
 from andon.run.events import Event
-from andon.transport.base import COORDINATOR, Group, GroupError, PeerLost, ProtocolError
+from andon.transport.base import COORDINATOR, Abortable, GroupError, PeerLost, ProtocolError
 from andon.transport.keys import LinkKeys
 from andon.transport.tcp.connect import connect
 from andon.transport.tcp.entrance.handshake import NotAuthenticated
@@ -59,7 +59,7 @@ class CoordinatorClient:
         """The last step that the run's ledger had when the generation began."""
         self.server: tuple[str, int] | None = None
         """Where a star's server listens, in this generation."""
-        self._group: Group | None = None
+        self._group: Abortable | None = None
         self._peer_gone: tuple[int, str] | None = None
         self._turn = threading.Lock()
         self.compute_ms: Callable[[], float | None] = lambda: None
@@ -125,15 +125,15 @@ class CoordinatorClient:
         self.hosts, self.host, self.local_rank = message["hosts"], message["host"], message["local_rank"]
         return True
 
-    def part(self, why: str) -> bool:
+    def part(self, why: str, failed: bool) -> bool:
         """Say that this worker has left its group, and wait for the next generation; False if there will be none."""
         with self._turn:
             self._group = None
-        self.send("part", why=why)
+        self.send("part", why=why, failed=int(failed))
         return self.wait_for_generation()
 
-    def watch(self, group: Group) -> None:
-        """Abort the group when a rank is lost."""
+    def watch(self, group: Abortable) -> None:
+        """Abort a group, or its opening, when a rank is lost."""
         with self._turn:
             self._group = group
             if self._peer_gone:

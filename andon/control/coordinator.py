@@ -429,8 +429,12 @@ class Coordinator:
             self.generations.part(worker)
             if self.generations.over:
                 worker.link.queue("end")
-            else:
-                self._advance()
+                return
+            if message["failed"]:  # the others may wait for it, and need not find out by themselves
+                for other in self.generations.members:
+                    if other not in self.generations.parted:
+                        other.link.queue("lost", rank=worker.rank, host=worker.host, why=message["why"][:1000])
+            self._advance()
         elif message["kind"] == "back":
             self.goes_on.ledger.go_back(message["generation"], message["step"])
             self._told_step = message["step"]

@@ -70,7 +70,7 @@ FROM_WORKER: Final[dict[str, Fields]] = {
     "event": {"event": dict},
     "commit": {"records": list},
     "back": {"generation": int, "step": int},
-    "part": {"why": str},
+    "part": {"why": str, "failed": int},
     "failed": {"what": str, "cause": str, "remedy": str},
     "bye": {"code": int},
 }

@@ -89,6 +89,14 @@ class Rendezvous(Protocol):
         ...
 
 
+class Abortable(Protocol):
+    """A group, or what opens one."""
+
+    def abort(self, rank: int, detail: str) -> None:
+        """A rank is known to be lost: whoever waits for it stops waiting."""
+        ...
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a transport needs to open a group."""
@@ -107,8 +115,8 @@ class Settings:
     """Certificates, if connections are to be encrypted."""
     store: Store | None = None
     """Where ranks of torch.distributed find each other; without one rank 0 opens its own."""
-    watch: Callable[[Group], None] = lambda group: None
-    """Told of the group before its first collective, so that it can be aborted."""
+    watch: Callable[[Abortable], None] = lambda group: None
+    """Told of the group before its first collective, and of what opens it, so that these can be aborted."""
 
 
 class Group(ABC):
@@ -301,7 +309,13 @@ TRANSPORTS: Final[dict[str, Transport]] = {
             goes_on=True,
         ),
         Transport("star", "tcp.star:StarGroup", _to_server, needs_server=True, goes_on=True, zero_pays=False),
-        Transport("ring", "tcp.ring:RingGroup", lambda traffic: _by_parts(replace(traffic, rows=1)), one_order=False),
+        Transport(
+            "ring",
+            "tcp.ring:RingGroup",
+            lambda traffic: _by_parts(replace(traffic, rows=1)),
+            one_order=False,
+            goes_on=True,
+        ),
         Transport("torch", "torch_dist:TorchGroup", _by_parts, buffers=lambda unit: unit),
     )
 }
