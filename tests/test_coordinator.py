@@ -199,12 +199,11 @@ def test_sigterm_ends_a_coordinator_that_still_waits_and_its_workers(tmp_path: P
 LONG = ["--train.steps=100000", "--group.timeout=60"]
 
 
-@pytest.mark.parametrize("transport", ["star", "ring", "torch"])
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_every_survivor_names_who_died_and_the_coordinator_ends(
-    tmp_path: Path, transport: str, sign: signal.Signals
+def test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends(
+    tmp_path: Path, sign: signal.Signals
 ) -> None:
-    with coordinating(tmp_path, "--workers=3", f"--group.transport={transport}", *LONG) as (coordinator, address):
+    with coordinating(tmp_path, "--workers=3", "--group.transport=torch", *LONG) as (coordinator, address):
         workers = [start("worker", address, cwd=tmp_path) for _ in range(3)]
         wait_for_step(tmp_path / "run", 2, coordinator)
         ranks = {event["pid"]: event["rank"] for event in events(tmp_path / "run", "worker")}

@@ -21,8 +21,9 @@ from andon.cluster.star_process import StarProcess
 from andon.cluster.worker import START_AGAIN, Access, work
 from andon.config.load import load
 from andon.config.schema import Config
-from andon.control.coordinator import Coordinator, GoesOn
+from andon.control.coordinator import Coordinator
 from andon.control.link import Message
+from andon.control.succession import GoesOn
 from andon.control.token import FILE, VARIABLE, Credentials, environment, new_token, token_of_run
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -84,9 +84,14 @@ class Workers:
         codes: dict[int, int] = {}
         until = math.inf
         while len(codes) < len(self.processes):
-            failed = worst(codes.values()) not in (0, EXIT_STOPPED) and not coordinator.goes_on
-            if until == math.inf and (failed or coordinator.all_left):
+            goes_on = coordinator.succession.goes_on if coordinator.begun else None
+            failed = worst(codes.values()) not in (0, EXIT_STOPPED)
+            if until == math.inf and ((failed and not goes_on) or coordinator.all_left):
                 until = time.monotonic() + GRACE
+                if goes_on:
+                    self._kill(but=coordinator.succession.processes)  # those that came too late
+            if goes_on and not coordinator.succession.over and len(self.processes) - len(codes) < goes_on.least:
+                coordinator.end(f"{len(codes)} of {len(self.processes)} workers are lost, and not started again")
             try:
                 place, code = self._exits.get(timeout=POLL)
             except queue.Empty:
@@ -101,7 +106,7 @@ class Workers:
                 self.first_signal = f"Rank {place} was{killed.strip(',')}" if killed else ""
                 self.first_failed, self.first_failure = place, f"Rank {place}{killed}"
             codes[place] = code if code >= 0 else EXIT_USER_ERROR
-        if coordinator.goes_on and coordinator.codes:
+        if coordinator.succession.goes_on and coordinator.codes:
             return worst(coordinator.codes)
         return worst(codes.values())
 
@@ -109,7 +114,7 @@ class Workers:
         """Start a lost worker again, if the run goes on without it meanwhile."""
         if code in (0, EXIT_STOPPED, EXIT_HALTED) or self.was_quit:
             return False
-        if not coordinator.may_return((socket.gethostname()[:64], place)):
+        if not coordinator.may_return((socket.gethostname()[:64], place), self.processes[place].pid):
             return False
         if self._restarts <= 0:
             coordinator.note(f"Worker {place} is not started again: that was done as often as --restarts allows")
@@ -124,10 +129,11 @@ class Workers:
         self.was_quit = True
         self._kill()
 
-    def _kill(self) -> None:
-        """Kill all workers."""
+    def _kill(self, but: Collection[int] = ()) -> None:
+        """Kill all workers, except some processes."""
         for process in list(self.processes.values()):
-            process.kill()
+            if process.pid not in but:
+                process.kill()
 
     def __enter__(self) -> Self:
         return self

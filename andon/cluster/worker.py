@@ -213,7 +213,7 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
             why, error = _with_host(str(failure), client), failure
             log(why)
         since = time.monotonic()
-        if not client.part(why, failed=error is not None):
+        if not client.part(why, getattr(error, "rank", SOMEONE) if error else None):
             if session.is_over:
                 return 0
             raise error or GroupError("the run has ended")

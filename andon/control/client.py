@@ -125,11 +125,13 @@ class CoordinatorClient:
         self.hosts, self.host, self.local_rank = message["hosts"], message["host"], message["local_rank"]
         return True
 
-    def part(self, why: str, failed: bool) -> bool:
-        """Say that this worker has left its group, and wait for the next generation; False if there will be none."""
+    def part(self, why: str, lost: int | None) -> bool:
+        """Say that this worker has left its group, and wait for the next generation; False if there will be none.
+
+        `lost` is the rank on whose account the group failed, if it did."""
         with self._turn:
             self._group = None
-        self.send("part", why=why, failed=int(failed))
+        self.send("part", why=why, lost=lost)
         return self.wait_for_generation()
 
     def watch(self, group: Abortable) -> None:

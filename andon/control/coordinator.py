@@ -3,31 +3,28 @@
 It holds no weights and sees no gradient. One thread moves all control links (`andon.control.loop`; the dialogue is in
 `andon.control.link`), another one passes events on, so that a slow disk or terminal holds up nobody. A worker has
 *left* when it has sent its exit code, and is *lost* when its link ended without one. The run *begins* when all ranks
-are taken: before that a lost worker only frees its rank, after that its loss is told to everyone. Then the others part
-and go on as the next generation (`andon.control.generations`), unless the run has no `GoesOn`: then it ends.
+are taken: before that a lost worker only frees its rank, after that the others go on as the next generation
+(`andon.control.succession`), or the run ends if it cannot go on without a rank.
 """
 
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Generator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from andon.control.files import send_files
-from andon.control.generations import Generations
 from andon.control.link import FROM_WORKER, LONGEST_SILENCE, ControlLink, Message
 from andon.control.loop import Loop
-from andon.control.members import Phase, Worker, free_rank, seats
-from andon.control.store import KeyValues, Topics
+from andon.control.members import Phase, Place, Worker, free_rank
+from andon.control.store import KeyValues
 from andon.control.stragglers import Stragglers
+from andon.control.succession import GoesOn, Succession
 from andon.control.token import Credentials
 from andon.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, worst
 from andon.run.events import Emit, Event, cannot_write, check_event, event
-from andon.run.ledger import Ledger, check_record
 from andon.transport.base import ProtocolError
 from andon.transport.tcp.connect import listen
 from andon.transport.tcp.entrance.handshake import authenticate
@@ -38,24 +35,7 @@ from andon.version import VERSION
 POLL = 0.5  # seconds; a wait without a timeout would not let Python handle signals
 LAST_WORDS = 10.0  # seconds that the others get, after a rank was lost, to say so and leave
 MOST_EVENTS = 100_000  # that may wait for a disk or a terminal
-STRIKES = 3  # losses in a row after which a place is quarantined
-SETTLED = 10  # committed steps after which a worker counts as sound
 MEMBERS_SAY = ("value", "store", "event", "commit", "back", "part", "failed", "bye")
-WITHOUT_PROGRESS = 20  # generations in a row that commit nothing, after which the run ends
-MOST_SLOTS = 1 << 16
-
-
-@dataclass(frozen=True)
-class GoesOn:
-    """What a run needs in order to go on when its members change."""
-
-    least: int
-    """The number of workers without which it waits."""
-    patience: float
-    """Seconds that a member gets to leave its group when another one is lost."""
-    ledger: Ledger
-    server: Callable[[int, int], tuple[str, int] | None] = lambda generation, world_size: None
-    """Has a star's server serve a generation of so many; its address."""
 
 
 class Coordinator:
@@ -71,31 +51,24 @@ class Coordinator:
         goes_on: GoesOn | None = None,
     ) -> None:
         self.job, self.world_size, self.on_event, self.credentials = job, world_size, on_event, credentials
-        self.goes_on = goes_on
-        self.generations: Generations[Worker] = Generations(world_size, goes_on.least if goes_on else world_size)
-        self._first_generation = goes_on.ledger.generation + 1 if goes_on else 0
+        self.succession = Succession(world_size, goes_on, credentials, self._emit)
         self.failures: list[UserError] = []
         self.codes: list[int] = []
         """The exit codes of the workers that have left for good."""
-        self.quarantined: set[tuple[str, int | None]] = set()
-        """Places whose workers were lost again and again."""
-        self._strikes: Counter[tuple[str, int | None]] = Counter()
-        self._stalled_since = float("inf")
-        """When the first member has parted, while others have not."""
-        self._step_of_generation = self._told_step = -1
-        self._without_progress = 0
+        self._heard_of: set[int] = set()
+        """The processes that have said hello."""
         self._stop_wanted = self._stopping = False
         self._end_by = float("inf")
         self._workers: dict[ControlLink, Worker] = {}
-        self._topics, self._store = Topics(world_size), KeyValues()
-        self._stragglers = Stragglers(self._note)
+        self._store = KeyValues()
+        self._stragglers = Stragglers(self.note)
         self._changed = threading.Condition()
         self._events: SimpleQueue[Event | None] = SimpleQueue()
         listener = listen(bind, backlog=world_size + 128)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._loop = Loop(self, "andon-coordinator")
         self._reception: Reception[Hello] = Reception(
-            listener, self._loop.selector, self._authenticate, credentials.tls, self._note
+            listener, self._loop.selector, self._authenticate, credentials.tls, self.note
         )
         self._recording = threading.Thread(target=self._record, name="andon-record", daemon=True)
         self._recording.start()
@@ -113,7 +86,7 @@ class Coordinator:
                 self._changed.wait(POLL)
         if self._stopping and not self.begun:
             return EXIT_STOPPED
-        return worst([*self.codes, *(EXIT_USER_ERROR for _ in self.generations.members)])
+        return worst([*self.codes, *(EXIT_USER_ERROR for _ in self.succession.generations.members)])
 
     @property
     def ended(self) -> bool:
@@ -124,23 +97,26 @@ class Coordinator:
     @property
     def begun(self) -> bool:
         """Whether the first generation has begun."""
-        return self.generations.number >= 0
+        return self.succession.begun
 
     @property
     def all_left(self) -> bool:
         """Whether every worker has left or was lost, and none is to come."""
-        return self.generations.over and not self.generations.members
+        return self.succession.over and not self.succession.generations.members
 
-    def may_return(self, place: tuple[str, int | None]) -> bool:
-        """Whether a worker that has ended may be started again."""
-        ending = self.generations.over or self._stopping or bool(self.failures)
-        return bool(self.goes_on) and self.begun and not ending and place not in self.quarantined
+    def may_return(self, place: Place, process: int) -> bool:
+        """Whether a launcher's worker that has ended may be started again; from any thread."""
+        succession = self.succession
+        if not succession.goes_on or not self.begun or succession.over or self._stopping or self.failures:
+            return False
+        if process not in self._heard_of:  # nobody else has noticed
+            self.note(f"A worker on {place[0]} was lost before it said anything")
+            succession.strike_unheard(place)
+        return place not in succession.quarantine
 
     def end(self, why: str) -> None:
         """The run cannot go on; from any thread."""
-        remedy = "Look at the logs, then run the same command again: it resumes from the newest checkpoint"
-        self.failures.append(UserError("The run cannot go on", why, remedy))
-        self.generations.over = True
+        self.succession.end(why)
         self._loop.wake()
 
     def close(self) -> None:
@@ -176,7 +152,12 @@ class Coordinator:
             self._tell_all("stop")
             if not self.begun:
                 self._end_by = time.monotonic() + 1.0
-        self._lose_stalled()
+        for worker in self.succession.tick():
+            self._loop.drop(worker.link)
+            self.on_lost(worker.link, "it made no progress, and the others go on without it")
+        if self.succession.impossible and not self.failures:
+            remedy = "Look at the logs, then run the same command again: it resumes from the newest checkpoint"
+            self.failures.append(UserError("The run cannot go on", self.succession.impossible, remedy))
         with self._changed:
             self._changed.notify_all()
 
@@ -192,108 +173,23 @@ class Coordinator:
 
     def on_lost(self, link: ControlLink, why: str) -> None:
         """A link has ended without an exit code."""
-        worker = self._workers.pop(link)
+        worker, succession = self._workers.pop(link), self.succession
         if worker.phase is not Phase.MEMBER or not self.begun:
-            self.generations.lose(worker)
+            succession.generations.lose(worker)
             if worker.host:
-                self._note(f"{worker.name} was lost before {'it joined' if self.begun else 'the run began'}: {why}")
-                self._strike(worker)
+                self.note(f"{worker.name} was lost before {'it joined' if self.begun else 'the run began'}: {why}")
+                succession.strike(worker)
             return
         text = f"{worker.name[0].upper()}{worker.name[1:]} was lost{self._stragglers.at_step}: {why}"
         self._emit(event("lost", rank=worker.rank, host=worker.host, why=why, text=text))
-        self._tell_all("lost", rank=worker.rank, host=worker.host, why=why)
-        if self.goes_on and not self.generations.over:
-            self.generations.lose(worker)
-            self._strike(worker)
-            self._advance()
-            return
-        cause = "Its process died, its machine stopped, or the network between them failed"
-        if not self.goes_on:
+        succession.lose(worker, why)
+        if not succession.goes_on:
+            cause = "Its process died, its machine stopped, or the network between them failed"
             remedy = "Start all of them again: they resume from the newest checkpoint"
             self.failures.append(UserError(text, cause, remedy))
             self._leave(worker, EXIT_USER_ERROR)
+            succession.end(text)
             self._end_by = min(self._end_by, time.monotonic() + LAST_WORDS)
-        else:  # the others have come to the end without it
-            self.generations.lose(worker)
-
-    def _strike(self, worker: Worker) -> None:
-        """A worker was lost; one that is lost again and again, soon after it has joined, is not let in any more."""
-        if not self.goes_on or not self.begun:
-            return
-        settled = worker.phase is Phase.MEMBER and self.goes_on.ledger.chain.step - worker.since_step >= SETTLED
-        self._strikes[worker.place] = 1 if settled else self._strikes[worker.place] + 1
-        if self._strikes[worker.place] == STRIKES:
-            self.quarantined.add(worker.place)
-            self._note(
-                f"A worker on {worker.host} was lost {STRIKES} times in a row: it is quarantined, and not let in"
-            )
-
-    def _lose_stalled(self) -> None:
-        """Members that do not leave their group, though others have had to, are lost."""
-        if self.goes_on and time.monotonic() - self._stalled_since > self.goes_on.patience:
-            self._stalled_since = float("inf")
-            for worker in [each for each in self.generations.members if each not in self.generations.parted]:
-                self._loop.drop(worker.link)
-                self.on_lost(worker.link, "it made no progress, and the others go on without it")
-
-    def _advance(self) -> None:
-        """Begin the next generation, if it can; otherwise tell the members that somebody waits."""
-        known, generations = self.goes_on, self.generations
-        if generations.parted and len(generations.parted) < len(generations.members):
-            self._stalled_since = min(self._stalled_since, time.monotonic())
-        if members := generations.next():
-            self._begin(members)
-        elif generations.over:
-            self._tell_all("end")
-        elif generations.change_is_due:
-            self._tell_all("change")
-        elif (
-            known
-            and self.begun
-            and len(generations.members) < known.least
-            and len(generations.parted) == len(generations.members)
-        ):
-            self._note(f"Waiting for workers: {len(generations.members)} of at least {known.least} are there")
-
-    def _begin(self, members: list[Worker]) -> None:
-        """Begin a generation; a worker that sees the run's folder is rank 0, and otherwise ranks stay in order."""
-        if self.generations.number:
-            members.sort(key=lambda worker: not worker.sees_folder)
-        else:
-            members.sort(key=lambda worker: worker.rank)
-        self._stalled_since = float("inf")
-        generation, size = self._first_generation + self.generations.number, len(members)
-        recorded, server = 0, None
-        if known := self.goes_on:
-            recorded = known.ledger.chain.step
-            self._without_progress = 0 if recorded > self._step_of_generation else self._without_progress + 1
-            self._step_of_generation = recorded
-            if self._without_progress >= WITHOUT_PROGRESS:
-                self.end(f"{WITHOUT_PROGRESS} generations have begun without a committed step")
-                self._tell_all("end")
-                return
-            known.ledger.begin(generation, [worker.host for worker in members])
-            server = known.server(generation, size)
-        self._topics = Topics(size)
-        for rank, worker in enumerate(members):
-            if worker.phase is Phase.WAITING:
-                worker.since_step = recorded
-            worker.phase, worker.rank = Phase.MEMBER, rank
-        hosts = [worker.host for worker in members]
-        for seat, worker in zip(seats(members), members, strict=True):
-            keys = self.credentials.issue(worker.rank, size, generation).keys
-            worker.link.queue(
-                "begin",
-                generation=generation,
-                rank=worker.rank,
-                world_size=size,
-                recorded=recorded,
-                hosts=hosts,
-                host=seat.address,
-                local_rank=seat.local_rank,
-                keys={str(peer): key.hex() for peer, key in keys.items()},
-                server=server,
-            )
 
     def on_message(self, link: ControlLink, message: Message | bytes) -> None:
         """What a worker says, by how far it has come."""
@@ -316,19 +212,24 @@ class Coordinator:
 
     def _greet(self, worker: Worker, hello: Message) -> None:
         worker.introduce(hello)
+        self._heard_of.add(worker.pid)
         if hello["version"] != VERSION:
             self._refuse(worker, f"the coordinator runs Andon {VERSION}, it runs {hello['version'][:20]}")
-        elif self.begun and (not self.goes_on or self.generations.full):
-            self._refuse(worker, f"all {self.world_size} ranks are taken")
-        elif worker.place in self.quarantined:
-            self._refuse(worker, f"workers of {worker.host} were lost {STRIKES} times in a row")
+        elif self.begun and not self.succession.takes_more:
+            self._refuse(worker, self._why_full)
+        elif worker.place in self.succession.quarantine:
+            self._refuse(worker, f"workers of {worker.host} were lost again and again")
         else:
             worker.phase = Phase.PREPARING
-            worker.link.queue("job", **self.job, goes_on=bool(self.goes_on), joins=self.begun)
+            worker.link.queue("job", **self.job, goes_on=bool(self.succession.goes_on), joins=self.begun)
+
+    @property
+    def _why_full(self) -> str:
+        return "the run ends" if self.succession.over else f"all {self.world_size} ranks are taken"
 
     def _prepare(self, worker: Worker, message: Message) -> None:
         if message["kind"] == "failed":
-            self._strike(worker)
+            self.succession.strike(worker)
             self._refuse(worker, message["what"])
         elif message["kind"] == "fetch":
             if "tokens" not in self.job or worker.fetches:
@@ -350,10 +251,8 @@ class Coordinator:
         rank = free_rank(taken, self.world_size, worker, sees_folder)
         if rank is None:
             folder = self.job.get("config", {}).get("run", {}).get("dir")
-            full = self.begun or len(taken) == self.world_size
-            all_taken = f"all {self.world_size} ranks are taken"
             blind = f"rank 0 is left, which writes checkpoints, and it cannot see {folder}: give --folder"
-            self._refuse(worker, all_taken if full else blind)
+            self._refuse(worker, self._why_full if len(taken) == self.world_size else blind)
             return
         worker.phase, worker.rank = Phase.MEMBER, rank
         worker.link.queue("welcome", rank=rank, world_size=self.world_size)
@@ -361,22 +260,19 @@ class Coordinator:
             worker.link.queue("stop")
         self._emit(event("worker", rank=rank, pid=worker.pid, host=worker.host))
         if not self._stopping:
-            self.generations.ready(worker)
-            self._advance()
+            self.succession.ready(worker)
 
     def _admit_later(self, worker: Worker) -> None:
         """A worker that joins a run that has begun."""
-        if not self.goes_on or self.generations.full or self.generations.over or self._stopping:
-            over = self.generations.over or self._stopping
-            self._refuse(worker, "the run ends" if over else f"all {self.world_size} ranks are taken")
+        if not self.succession.takes_more or self._stopping:
+            self._refuse(worker, "the run ends" if self._stopping else self._why_full)
             return
         worker.phase = Phase.WAITING
         worker.link.queue("welcome", rank=-1, world_size=self.world_size)
-        self.generations.ready(worker)
-        self._advance()
+        self.succession.ready(worker)
 
     def _refuse(self, worker: Worker, reason: str) -> None:
-        self._note(f"a worker on {worker.host} was refused: {reason}")
+        self.note(f"a worker on {worker.host} was refused: {reason}")
         worker.link.queue("refused", reason=reason)
         del self._workers[worker.link]
         self._loop.drop(worker.link)
@@ -390,7 +286,7 @@ class Coordinator:
                     raise ProtocolError(f"it reported {error}") from None
                 self._stragglers.follow(message["event"])
             case "value":
-                if values := self._topics.add(worker.rank, message["topic"], message["value"]):
+                if values := self.succession.topics.add(worker.rank, message["topic"], message["value"]):
                     self._tell_all("values", topic=message["topic"], values=values)
             case "store":
                 number, link = message["id"], worker.link
@@ -401,7 +297,7 @@ class Coordinator:
                     lambda value: link.queue("stored", id=number, value=value),
                 )
             case "commit" | "back" | "part":
-                self._keep_books(worker, message)
+                self.succession.hear(worker, message)
             case "failed":
                 if self.begun and len(self.failures) < self.world_size + 1:
                     self.failures.append(UserError(message["what"], message["cause"], message["remedy"]))
@@ -414,45 +310,18 @@ class Coordinator:
     def _emit_once(self, event: Event) -> None:
         """A step that is done again, because it was not committed, was told of already."""
         if event["event"] == "step":
-            if event["step"] <= self._told_step:
+            if event["step"] <= self.succession.told_step:
                 return
-            self._told_step = event["step"]
+            self.succession.told_step = event["step"]
         elif event["event"] == "start":
             self.job = {**self.job, "probe": event["probe"]}
         self._emit(event)
 
-    def _keep_books(self, worker: Worker, message: Message) -> None:
-        """What a member says about generations and committed steps."""
-        if not self.goes_on:
-            raise ProtocolError(f"it sent '{message['kind']}', but this run has no ledger")
-        if message["kind"] == "part":
-            self.generations.part(worker)
-            if self.generations.over:
-                worker.link.queue("end")
-                return
-            if message["failed"]:  # the others may wait for it, and need not find out by themselves
-                for other in self.generations.members:
-                    if other not in self.generations.parted:
-                        other.link.queue("lost", rank=worker.rank, host=worker.host, why=message["why"][:1000])
-            self._advance()
-        elif message["kind"] == "back":
-            self.goes_on.ledger.go_back(message["generation"], message["step"])
-            self._told_step = message["step"]
-        else:
-            try:
-                for record in message["records"]:
-                    self.goes_on.ledger.commit(check_record(record, MOST_SLOTS))
-            except ValueError as error:
-                raise ProtocolError(f"it reported {error}") from None
-
     def _leave(self, worker: Worker, code: int) -> None:
         with self._changed:
             self.codes.append(code)
-            self.generations.leave(worker)
+            self.succession.leave(worker, failed=code not in (0, EXIT_STOPPED))
             self._changed.notify_all()
-        if code not in (0, EXIT_STOPPED):
-            for other in self.generations.parted:
-                other.link.queue("end")
 
     def _members(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.phase is Phase.MEMBER]
@@ -463,9 +332,6 @@ class Coordinator:
 
     def note(self, text: str) -> None:
         """Tell the user something; from any thread."""
-        self._note(text)
-
-    def _note(self, text: str) -> None:
         self._emit(event("note", text=text))
 
     def _emit(self, event: Event) -> None:

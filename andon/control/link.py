@@ -22,7 +22,8 @@ One frame per message (tag 0x10, then a JSON object with its `kind`); bytes of a
   worker       back     "this generation goes on from the checkpoint of this step"
   coordinator  lost     "this rank is dead"
   coordinator  change   "somebody waits to join: leave the group after this step"
-  worker       part     "I have left the group of this generation, because of this, and wait for the next one"
+  worker       part     "I have left the group of this generation, because of this (and of this rank, if it failed),
+                        and wait for the next one"
   coordinator  end      "there will be no next one"
   coordinator  stop     "save and leave after this step"
   worker       bye      "I am done, with this exit code"
@@ -70,7 +71,7 @@ FROM_WORKER: Final[dict[str, Fields]] = {
     "event": {"event": dict},
     "commit": {"records": list},
     "back": {"generation": int, "step": int},
-    "part": {"why": str, "failed": int},
+    "part": {"why": str, "lost": MAYBE_INT},
     "failed": {"what": str, "cause": str, "remedy": str},
     "bye": {"code": int},
 }

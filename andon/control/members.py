@@ -8,6 +8,9 @@ from typing import NamedTuple
 from andon.control.link import ControlLink, Message
 from andon.transport.tcp.connect import is_loopback
 
+Place = tuple[str, int | None]
+"""What is the same when a worker is started again: its host, and which of a launcher's workers it is."""
+
 
 class Phase(Enum):
     """How far a worker has come."""
@@ -43,8 +46,8 @@ class Worker:
         self.pid, self.wanted = hello["pid"], hello["rank"]
 
     @property
-    def place(self) -> tuple[str, int | None]:
-        """What is the same when it is started again: its host, and which of a launcher's workers it is."""
+    def place(self) -> Place:
+        """Where it runs."""
         return self.host, self.wanted
 
     @property

@@ -1,0 +1,201 @@
+"""The run that goes on: workers are killed and come back, and the answer is that of the undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from andon.checkpoint.manifest import read as manifest
+from tests.group_harness import busy
+from tests.runs import SMALL, andon, ctrl_c, events, finish, start, summary, train, wait_for_step
+
+SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
+COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "200")
+OFF, EVEN, TWICE = ["--zero.policy=off"], ["--zero.policy=even"], ["--zero.policy=even", "--zero.replicas=2"]
+
+
+def workers_of(process: subprocess.Popen[str], place: str = "") -> list[psutil.Process]:
+    """The workers, and not the server of a star; only those of one place, if it is given."""
+    found = []
+    try:
+        for child in psutil.Process(process.pid).children():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                command = child.cmdline()
+                if "andon.cluster.worker" in command and place in ("", command[-1]):
+                    found.append(child)
+    except psutil.NoSuchProcess:
+        pass
+    return found
+
+
+def members_of(process: subprocess.Popen[str], folder: Path) -> list[psutil.Process]:
+    """The workers that have a rank."""
+    pids = {event["pid"] for event in events(folder, "worker")}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child for child in psutil.Process(process.pid).children() if child.pid in pids]
+    return []
+
+
+def run_of(cwd: Path, *options: str, executed: bool = False) -> subprocess.Popen[str]:
+    """A run that has done a few steps."""
+    always = ["--run.dir=run", "--restarts=10000", "--optim.schedule=constant"]
+    process = start("train", *SMALL, *always, *options, cwd=cwd, executed=executed)
+    wait_for_step(cwd / "run", 3, process)
+    return process
+
+
+def stop(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
+    """Ctrl-C: the step at which the run has saved, and its output."""
+    ctrl_c(process)
+    output = finish(process)
+    assert process.returncode == 4, output
+    return events(folder, "stopped")[-1]["step"], output
+
+
+def assert_undisturbed(cwd: Path, step: int, *options: str) -> None:
+    """The checkpoint of a step is that of a run in which nothing happened."""
+    train(f"--train.steps={step}", "--optim.schedule=constant", *options, cwd=cwd, name="whole")
+    whole, found = (manifest(cwd / name / "checkpoints" / f"checkpoint-{step}") for name in ("whole", "run"))
+    assert whole.units == found.units
+    code, said = andon("audit", "run", cwd=cwd)
+    assert code == 0 and f"{step} steps are committed, none missing and none twice" in said, said
+
+
+def steps_after(folder: Path, moment: float) -> list[dict[str, Any]]:
+    return [event for event in events(folder, "step") if event["time"] > moment]
+
+
+def wait_for(process: subprocess.Popen[str], there: Any, seconds: float = 60.0) -> None:
+    """Wait until something is there, or the run has ended."""
+    until = time.monotonic() + seconds * busy()
+    while not there() and process.poll() is None:
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.02)
+
+
+def wait_for_generation(folder: Path, process: subprocess.Popen[str], workers: int, count: int = 1) -> None:
+    """Wait until generations with so many workers have begun so often."""
+    wait_for(process, lambda: sum(each["workers"] == workers for each in events(folder, "generation")) >= count)
+
+
+@pytest.mark.parametrize(
+    ("transport", "zero"),
+    [("shm", OFF), ("shm", TWICE), ("star", OFF), ("ring", OFF)],
+    ids=["off", "twice", "star", "ring"],
+)
+def test_a_killed_worker_comes_back_and_the_answer_stays(tmp_path: Path, transport: str, zero: list[str]) -> None:
+    workers = 2 if transport == "ring" else 3  # so that a ring adds in the one order
+    options = ["--train.steps=100000", "--eval.every=50", "--checkpoint.every=30", *zero]
+    folder, process = (
+        tmp_path / "run",
+        run_of(tmp_path, f"--workers={workers}", f"--group.transport={transport}", *options),
+    )
+    members_of(process, folder)[0].kill()
+    wait_for_generation(folder, process, workers - 1)
+    wait_for_generation(folder, process, workers)
+    at = time.time()
+    wait_for(process, lambda: steps_after(folder, at)[3:])
+    step, output = stop(process, folder)
+    assert "was lost after step" in output and f"Going on with {workers - 1} worker" in output, output
+    assert "1 of them new" in output, output
+    assert [event["step"] for event in events(folder, "step")] == list(range(1, step + 1))
+    assert_undisturbed(tmp_path, step, *zero)
+
+
+def test_without_replicas_all_go_back_to_the_newest_checkpoint(tmp_path: Path) -> None:
+    folder, process = (
+        tmp_path / "run",
+        run_of(tmp_path, "--workers=2", "--train.steps=100000", "--checkpoint.every=5", *EVEN),
+    )
+    wait_for(process, lambda: events(folder, "checkpoint"))
+    members_of(process, folder)[0].kill()
+    wait_for_generation(folder, process, 1)
+    at = time.time()
+    wait_for(process, lambda: steps_after(folder, at)[3:])
+    step, output = stop(process, folder)
+    assert "from the checkpoint of step" in output, output
+    assert_undisturbed(tmp_path, step)
+    assert "went back to a checkpoint 1 time" in andon("audit", "run", cwd=tmp_path)[1]
+
+
+def test_a_worker_that_was_alone_is_started_again_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    folder, process = tmp_path / "run", run_of(tmp_path, "--train.steps=100000", "--checkpoint.every=5")
+    wait_for(process, lambda: events(folder, "checkpoint"))
+    members_of(process, folder)[0].kill()
+    wait_for_generation(folder, process, 1)
+    step, output = stop(process, folder)
+    assert "Going on with 1 worker" in output, output
+    assert_undisturbed(tmp_path, step)
+
+
+def test_a_worker_that_dies_again_and_again_is_quarantined(tmp_path: Path) -> None:
+    long = ["--workers=2", "--train.steps=100000", "--eval.every=0"]
+    process = run_of(tmp_path, *long, *OFF, executed=True)  # so that command lines tell the place of a worker
+    for count in range(3):
+        wait_for(process, lambda: workers_of(process, "1"))
+        workers_of(process, "1")[0].kill()
+        if count == 0:
+            wait_for_generation(tmp_path / "run", process, 1)
+        wait_for(process, lambda before=count: str(events(tmp_path / "run", "note")).count("lost") >= before)
+    wait_for(process, lambda: "is quarantined" in str(events(tmp_path / "run", "note")))
+    at = time.time()
+    wait_for(process, lambda: steps_after(tmp_path / "run", at)[5:])
+    assert workers_of(process, "0") and not workers_of(process, "1")
+    ctrl_c(process)
+    output = finish(process)
+    assert process.returncode == 4, output
+
+
+def test_a_run_with_fewer_workers_than_it_needs_waits_for_more(tmp_path: Path) -> None:
+    folder, options = tmp_path / "run", ["--workers=2", "--min_workers=2", "--train.steps=100000", "--eval.every=0"]
+    process = run_of(tmp_path, *options, *OFF)
+    members_of(process, folder)[0].kill()
+    wait_for_generation(folder, process, 2)
+    assert all(event["workers"] == 2 for event in events(folder, "generation"))
+    assert "Waiting for workers: 1 of at least 2" in stop(process, folder)[1]
+
+
+def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> tuple[dict[str, Any], list[float]]:
+    """Kill a random worker at random moments, then let the run end: its summary, and the seconds without a step."""
+    chance, gaps = random.Random(seed), []
+    process = run_of(cwd, *options, executed=True)
+    for _ in range(kills):
+        time.sleep(chance.uniform(0.1, 2.0))
+        wait_for(process, lambda: len(members_of(process, cwd / "run")) > 1)
+        workers = members_of(process, cwd / "run")
+        at = time.time()
+        chance.choice(workers).kill()
+        wait_for(process, lambda at=at: steps_after(cwd / "run", at), 10.0)
+        gaps += [event["time"] - at for event in steps_after(cwd / "run", at)[:1]]
+    output = finish(process)
+    assert process.returncode == 0, output
+    code, said = andon("audit", "run", cwd=cwd)
+    assert code == 0, said
+    print(f"{len(gaps)} kills: median {statistics.median(gaps):.2f} s, worst {max(gaps):.2f} s; {said}")
+    return summary(cwd / "run"), gaps
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("transport", "zero", "share"),
+    [("shm", OFF, 1.0), ("star", OFF, 1.0), ("ring", TWICE, 1.0), ("shm", EVEN, 0.25)],
+    ids=["shm", "star", "ring", "shm-without-replicas"],
+)
+def test_many_kills_never_change_the_answer(tmp_path: Path, transport: str, zero: list[str], share: float) -> None:
+    kills = max(1, int(COUNT * share))
+    options = [f"--train.steps={20 * kills + 200}", "--eval.every=100", "--checkpoint.every=20", *zero]
+    whole = train(*options, "--optim.schedule=constant", cwd=tmp_path, name="whole")
+    found, gaps = kill_again_and_again(tmp_path, kills, SEED, "--workers=4", f"--group.transport={transport}", *options)
+    if transport != "ring":  # its order of addition depends on its size
+        assert found["weights_blake3"] == whole["weights_blake3"]
+    assert max(gaps) < 10.0 * busy()
