@@ -2,7 +2,7 @@
 
 `andon.control.generations` decides who is in which generation. Here its decisions become messages: members are told
 that one of them is lost or that somebody waits; when all have parted, the next generation is written to the ledger,
-gets its keys and its server, and begins. A run that cannot go on without a rank (`goes_on` is None) has one generation only.
+gets its keys and its server, and begins. A run that cannot go on without a rank (`goes_on` is None) has one generation.
 """
 
 import time
