@@ -163,8 +163,7 @@ def _coordinate(
             "resume": str(checkpoint) if checkpoint else None,
             "log": str(logs),
         }
-        members = Members(config.workers, goes_on if transport.goes_on else None)
-        listening = _listening(job, members, on_event, credentials, door or Door(LOOPBACK, 0))
+        listening = _listening(job, Members(config.workers, goes_on), on_event, credentials, door or Door(LOOPBACK, 0))
         coordinator = stack.enter_context(listening)
         save_on_signal(save, quit_now)
         if door:
@@ -214,14 +213,15 @@ class Members:
     """How many workers a run wants, and how it goes on without some of them."""
 
     wanted: int
-    goes_on: GoesOn | None
+    goes_on: GoesOn
 
 
 def _goes_on(config: Config, folder: RunFolder, checkpoint: Path | None, stack: contextlib.ExitStack) -> GoesOn:
     """What the run needs to go on when its members change; the ledger is closed at the end."""
     ledger = Ledger(folder.folder, step_of(checkpoint) if checkpoint else 0)
     stack.callback(ledger.close)
-    return GoesOn(config.min_workers, config.group.timeout, ledger)
+    possible = TRANSPORTS[config.group.transport].goes_on
+    return GoesOn(config.min_workers, config.group.timeout, ledger, possible=possible)
 
 
 @contextlib.contextmanager

@@ -82,6 +82,7 @@ class Workers:
     def wait(self, coordinator: Coordinator) -> int:
         """Wait for all workers; once one has failed or all have left, the rest get `GRACE` seconds to end."""
         codes: dict[int, int] = {}
+        of_members: list[int] = []
         until = math.inf
         while len(codes) < len(self.processes):
             goes_on = coordinator.succession.goes_on if coordinator.begun else None
@@ -106,8 +107,10 @@ class Workers:
                 self.first_signal = f"Rank {place} was{killed.strip(',')}" if killed else ""
                 self.first_failed, self.first_failure = place, f"Rank {place}{killed}"
             codes[place] = code if code >= 0 else EXIT_USER_ERROR
-        if coordinator.succession.goes_on and coordinator.codes:
-            return worst(coordinator.codes)
+            if self.processes[place].pid in coordinator.succession.processes and code >= 0:
+                of_members.append(code)
+        if coordinator.succession.goes_on and coordinator.codes:  # those who were lost on the way do not count
+            return worst([*coordinator.codes, *of_members])
         return worst(codes.values())
 
     def _comes_back(self, place: int, code: int, coordinator: Coordinator) -> bool:

@@ -2,7 +2,7 @@
 
 `andon.control.generations` decides who is in which generation. Here its decisions become messages: members are told
 that one of them is lost or that somebody waits; when all have parted, the next generation is written to the ledger,
-gets its keys and its server, and begins. A run that cannot go on without a rank (`goes_on` is None) has one generation.
+gets its keys and its server, and begins. A run that cannot go on without a rank has one generation.
 """
 
 import time
@@ -27,7 +27,7 @@ MOST_SLOTS: Final = 1 << 16
 
 @dataclass(frozen=True)
 class GoesOn:
-    """What a run needs in order to go on when its members change."""
+    """What a run needs in order to go on when its members change, and to keep its books."""
 
     least: int
     """The number of workers without which it waits."""
@@ -36,14 +36,18 @@ class GoesOn:
     ledger: Ledger
     server: Callable[[int, int], tuple[str, int] | None] = lambda generation, world_size: None
     """Has a star's server serve a generation of so many; its address."""
+    possible: bool = True
+    """Whether its transport can go on: otherwise there is the ledger, but only one generation."""
 
 
 class Succession:
     """Begins the generations of a run."""
 
     def __init__(self, wanted: int, goes_on: GoesOn | None, credentials: Credentials, emit: Emit) -> None:
-        self.goes_on, self.credentials, self._emit = goes_on, credentials, emit
-        self.generations: Generations[Worker] = Generations(wanted, goes_on.least if goes_on else wanted)
+        self.goes_on = goes_on if goes_on and goes_on.possible else None
+        self.ledger = goes_on.ledger if goes_on else None
+        self.credentials, self._emit = credentials, emit
+        self.generations: Generations[Worker] = Generations(wanted, self.goes_on.least if self.goes_on else wanted)
         self.topics = Topics(wanted)
         self.quarantine = Quarantine()
         self.processes: set[int] = set()
@@ -52,7 +56,7 @@ class Succession:
         """Why the run cannot go on, if it cannot."""
         self.told_step = -1
         """The newest step that events tell of."""
-        self._first = goes_on.ledger.generation + 1 if goes_on else 0
+        self._first = self.ledger.generation + 1 if self.ledger else 0
         self._parting_since = float("inf")
         self._begun_at, self._without_progress = -1, 0
 
@@ -78,7 +82,7 @@ class Succession:
 
     def strike(self, worker: Worker) -> None:
         """A worker was lost, or has failed before it could join."""
-        steps = self.goes_on.ledger.chain.step - worker.since_step if self.goes_on else 0
+        steps = self.ledger.chain.step - worker.since_step if self.ledger else 0
         if self.goes_on and self.begun and self.quarantine.strike(worker.place, steps if worker.rank >= 0 else 0):
             self._say_quarantined(worker.host)
 
@@ -107,18 +111,18 @@ class Succession:
 
     def hear(self, worker: Worker, message: Message) -> None:
         """What a member says about generations and committed steps."""
-        if not self.goes_on:
-            raise ProtocolError(f"it sent '{message['kind']}', but this run has one generation only")
+        if not self.ledger or (message["kind"] != "commit" and not self.goes_on):
+            raise ProtocolError(f"it sent '{message['kind']}', but this run has one generation, or no ledger")
         match message["kind"]:
             case "part":
                 self._part(worker, message["lost"], message["why"][:1000])
             case "back":
-                self.goes_on.ledger.go_back(message["generation"], message["step"])
+                self.ledger.go_back(message["generation"], message["step"])
                 self.told_step = message["step"]
             case "commit":
                 try:
                     for record in message["records"]:
-                        self.goes_on.ledger.commit(check_record(record, MOST_SLOTS))
+                        self.ledger.commit(check_record(record, MOST_SLOTS))
                 except ValueError as error:
                     raise ProtocolError(f"it reported {error}") from None
 
@@ -160,13 +164,12 @@ class Succession:
         members.sort(key=lambda worker: worker.rank if first else not worker.sees_folder)
         self._parting_since = float("inf")
         generation, size = self._first + self.generations.number, len(members)
-        recorded, server = 0, None
-        if known := self.goes_on:
-            recorded = known.ledger.chain.step
-            if not self._makes_progress(recorded):
-                return
-            known.ledger.begin(generation, [worker.host for worker in members])
-            server = known.server(generation, size)
+        recorded = self.ledger.chain.step if self.ledger else 0
+        if not self._makes_progress(recorded):
+            return
+        if self.ledger:
+            self.ledger.begin(generation, [worker.host for worker in members])
+        server = self.goes_on.server(generation, size) if self.goes_on else None
         self.topics, self.processes = Topics(size), {worker.pid for worker in members}
         for rank, worker in enumerate(members):
             joins, worker.phase, worker.rank = worker.phase is Phase.WAITING, Phase.MEMBER, rank

@@ -27,6 +27,7 @@ from andon.optim.adamw import AdamWRule
 from andon.optim.base import Range, UpdateRule
 from andon.optim.shard_map import Policy
 from andon.optim.sharding import Ownership, Zero
+from andon.transport.base import GroupError
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Totals:
     """Of the mean gradient, before clipping."""
     bad_units: tuple[tuple[int, str], ...] = ()
     """(rank, unit) of every contribution that was not finite."""
+    committed: bool = True
+    """False: a worker was lost, and `model.steps` gives the step again."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Totals:
@@ -101,6 +104,13 @@ class Optimizer(torch.optim.Optimizer):
         self.commit = Commit()
         self.is_new = False
         """Whether weights and state have yet to come from the other members of the run."""
+        self.goes_on = False
+        """Whether the loss of a worker is for `model.steps` to deal with, and no error."""
+        self.failure: GroupError | None = None
+        """How the group has failed, until `model.steps` has dealt with it."""
+        self.before_redo: Callable[[], None] = lambda: None
+        """Called when the group has failed in a step: what follows on the step is to be undone."""
+        model.optimizer = self
         self.rule = self.rule_type(model.arena, *self._share_out())
         self.facts = ""
         """What the ranks must agree on besides their bits: configuration, data."""
@@ -108,8 +118,8 @@ class Optimizer(torch.optim.Optimizer):
         self.stop = Vote(lambda: model.membership.group.stop_wanted())
         self.change = Vote(lambda: model.membership.group.change_wanted())
         """Whether the members of the run change after this step."""
-        self.record: Callable[[], Any] = lambda: None
-        """What the run's ledger is to say of the step (JSON)."""
+        self.samples: Callable[[], list[int]] = list
+        """Checksums of the samples of each slot of the step, for the run's ledger."""
         self.on_halt: Callable[[JidokaHalt], None] = _nothing
         """Called with a halt before it is raised; the same on every rank."""
         model.before_step = self._leave_if_agreed
@@ -126,6 +136,12 @@ class Optimizer(torch.optim.Optimizer):
         self.rule.updates = self.progress.updates
         self.commit.go_back(step)
         self.is_new = False
+
+    def record(self) -> dict[str, Any]:
+        """What the run's ledger says of the last step."""
+        membership = self.model.membership
+        numbers = {"step": self.progress.step, "generation": membership.generation}
+        return {**numbers, "shares": list(membership.order.bounds), "samples": self.samples()}
 
     def _share_out(self) -> tuple[list[Range], list[Range]]:
         """Decide who owns what in this generation; the parts whose state this rank keeps, and those it updates."""
@@ -157,7 +173,7 @@ class Optimizer(torch.optim.Optimizer):
         if settled.lost or wanted != (rule.parts, rule.updated):
             rule = self.rule_type(self.model.arena, *wanted)
         if not settled.lost:
-            share_state(self, settled, rule)
+            share_state(self.model, settled, self.rule, rule)
         self.rule, self.is_new = rule, settled.lost
         rule.updates = self.progress.updates
         if not settled.lost:
@@ -216,11 +232,19 @@ class Optimizer(torch.optim.Optimizer):
         `clip` is the largest norm of the mean gradient; 0: it is not clipped."""
         if not isinstance(clip, int | float):
             raise TypeError("step takes no closure: `clip` is the largest norm of the gradient")
+        if self.failure:
+            raise self.failure
         try:
             return self._step(clip)
         except JidokaHalt as halt:
             self.on_halt(halt)
             raise
+        except GroupError as failure:
+            if not self.goes_on:
+                raise
+            self.failure = failure
+            self.before_redo()
+            return Totals(math.nan, 0, math.nan, committed=False)
 
     def _step(self, clip: float) -> Totals:
         model, step = self.model, self.progress.step + 1

@@ -5,7 +5,7 @@ Only parameters that require gradients take part, so a LoRA model exchanges its 
 on every rank. A module whose parameters are bf16 is trained on an f32 master, taken from them when it is handed over.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -19,10 +19,12 @@ from andon.engine.gather import Gather
 from andon.engine.membership import Membership
 from andon.engine.phases import Phases
 from andon.engine.progress import Progress
+from andon.engine.recovery.steps import StepEnder, steps
 from andon.engine.slots import Buffers, Slots, seed_generators
 from andon.integrity.fingerprint import WIDTH, as_bytes, blame_by_majority
 from andon.integrity.halt import JidokaHalt
 from andon.transport.base import Group
+from andon.transport.changing import ChangingGroup
 
 
 class DataParallel(nn.Module):
@@ -42,6 +44,7 @@ class DataParallel(nn.Module):
         self.progress = Progress()
         self.membership = Membership.of(group, slots)
         self.phases = Phases()
+        self.optimizer: StepEnder | None = None
         self.before_step: Callable[[], None] = _nothing
         """Called before the first slot of every step."""
         _compare_what_is_not_trained(module, group)
@@ -103,6 +106,8 @@ class DataParallel(nn.Module):
     def _begin(self, slot: int) -> None:
         """A slot begins: what it computes depends on seed, step and slot, and on nothing before it."""
         if not self.gradients.losses:
+            if isinstance(self.membership.group, ChangingGroup) and self.membership.group.joins:
+                raise ValueError("a worker joins this run, which needs `for step in model.steps(start, end)`")
             self.before_step()
             self.arena.check_module()
             self.phases.begin(self.progress.step + 1)
@@ -120,6 +125,15 @@ class DataParallel(nn.Module):
             self.buffers_of_step.commit()
         self.progress.committed(loss, tokens, updated)
         self._slot = None
+
+    def steps(self, start: int, end: int) -> Iterator[int]:
+        """The steps of a training loop, as `range(start, end)` counts them, through the loss and arrival of workers.
+
+        A step that was not committed because a worker was lost is given again, and a worker that joins begins where the
+        others are. `optimizer.step` must be called once in every step."""
+        if self.optimizer is None:
+            raise ValueError("the model has no optimizer yet: make one first, such as andon.AdamW(model)")
+        return steps(self.optimizer, start, end)
 
     @property
     def group(self) -> Group:

@@ -75,8 +75,8 @@ class Trainer:
         self.settings, self.progress, self.checkpointer = settings, optimizer.progress, checkpointer
         self.stop = optimizer.stop
         self.on_step: Callable[[Totals], None] = lambda totals: None
-        optimizer.judge, optimizer.record = self.judge, self.record
         self._samples = SamplesOfStep()
+        optimizer.judge, optimizer.samples = self.judge, lambda: self._samples.everyone
         optimizer.passengers.append(self._samples)
         if checkpointer:
             optimizer.passengers.append(checkpointer)
@@ -117,13 +117,6 @@ class Trainer:
         if self.checkpointer:
             self.checkpointer.close()
         self.model.part()
-
-    def record(self) -> dict[str, Any]:
-        """What the ledger says of the last step."""
-        membership = self.model.membership
-        shares = list(membership.order.bounds)
-        numbers = {"step": self.progress.step, "generation": membership.generation}
-        return {**numbers, "shares": shares, "samples": self._samples.everyone}
 
     @property
     def is_last(self) -> bool:

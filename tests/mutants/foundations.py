@@ -493,8 +493,8 @@ MUTANTS = [
         "begins-again-silently",
         "With only damaged checkpoints a run begins again.",
         "run/folder.py",
-        "        if self.notes:\n",
-        "        if not self.notes:\n",
+        "    if notes:\n",
+        "    if not notes:\n",
         ("test_checkpoint.py::test_when_nothing_is_good_the_run_does_not_begin_again_by_itself",),
     ),
     Mutant(
@@ -533,17 +533,17 @@ MUTANTS = [
     Mutant(
         "lost-worker-unsaid",
         "The other workers are not told which one was lost.",
-        "control/coordinator.py",
-        'self._tell_all("lost", rank=worker.rank, host=worker.host, why=why)',
+        "control/succession.py",
+        'self._tell("lost", rank=worker.rank, host=worker.host, why=why)',
         "pass",
-        ("test_coordinator.py::test_every_survivor_names_who_died_and_the_coordinator_ends",),
+        ("test_coordinator.py::test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends",),
     ),
     Mutant(
         "best-exit-code",
         "The best exit code of all workers counts.",
         "control/coordinator.py",
-        "return worst([*self.codes.values(), *(EXIT_USER_ERROR for _ in missing)])",
-        "return min([*self.codes.values(), *(EXIT_USER_ERROR for _ in missing)])",
+        "return worst([*self.codes, *(EXIT_USER_ERROR for _ in self.succession.generations.members)])",
+        "return min([*self.codes, *(EXIT_USER_ERROR for _ in self.succession.generations.members)])",
         ("test_coordinator.py::test_the_worst_end_of_a_worker_is_the_end_of_the_run",),
     ),
     Mutant(
@@ -552,7 +552,7 @@ MUTANTS = [
         "control/loop.py",
         'link.queue("alive", **self.owner.status())',
         "pass",
-        ("test_coordinator.py::test_every_survivor_names_who_died_and_the_coordinator_ends",),
+        ("test_coordinator.py::test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends",),
     ),
     Mutant(
         "silence-is-life",
@@ -560,7 +560,7 @@ MUTANTS = [
         "control/loop.py",
         "elif now - link.heard > DEAD_AFTER:",
         "elif now < 0:",
-        ("test_coordinator.py::test_every_survivor_names_who_died_and_the_coordinator_ends",),
+        ("test_coordinator.py::test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends",),
     ),
     Mutant(
         "forged-results",
@@ -601,14 +601,6 @@ MUTANTS = [
         "if open_sound(fresh, digest) is None:",
         "if not digest:",
         ("test_coordinator.py::test_what_arrives_with_another_digest_is_not_kept",),
-    ),
-    Mutant(
-        "killed-worker-is-success",
-        "A worker that was killed does not spoil the exit code.",
-        "cluster/processes.py",
-        "codes.append(code if code >= 0 else EXIT_USER_ERROR)",
-        "codes.append(max(code, 0))",
-        ("test_interrupt.py::test_a_killed_worker_that_was_alone_is_an_error_too",),
     ),
     Mutant(
         "halt-is-an-error",

@@ -4,26 +4,20 @@ What is sent, and by whom, follows from everyone's standings (`andon.engine.reco
 from one of its holders. All members take part in each transfer, over the group of the new generation.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from andon.engine.parallel import DataParallel
 from andon.engine.recovery.commit import Settlement
 from andon.integrity.fingerprint import as_bytes
 from andon.optim.base import UpdateRule
 
-if TYPE_CHECKING:
-    from andon.engine.optimizer import Optimizer
-
 
 @torch.no_grad()
-def share_state(optimizer: Optimizer, settled: Settlement, rule: UpdateRule) -> None:
-    """Bring weights, buffers and progress to those that lack them, and the optimizer state into a new `rule`."""
-    model, before = optimizer.model, optimizer.rule
+def share_state(model: DataParallel, settled: Settlement, before: UpdateRule, rule: UpdateRule) -> None:
+    """Bring weights, buffers and progress to those that lack them, and the optimizer state from a rule to the next."""
     group, arena = model.membership.group, model.arena
     keeps = rule is before and group.rank not in settled.new
     if rule is not before:
@@ -40,18 +34,17 @@ def share_state(optimizer: Optimizer, settled: Settlement, rule: UpdateRule) -> 
             if not keeps:
                 put(rule, flat, lo, whole)
     if settled.new:
-        _share_small(optimizer, next(rank for rank in range(group.world_size) if rank not in settled.new))
+        _share_small(model, next(rank for rank in range(group.world_size) if rank not in settled.new))
 
 
-def _share_small(optimizer: Optimizer, source: int) -> None:
+def _share_small(model: DataParallel, source: int) -> None:
     """Progress and the module's buffers, from one rank."""
-    model = optimizer.model
     group, buffers = model.membership.group, dict(model.module.named_buffers())
-    told = group.all_gather_bytes(json.dumps(optimizer.progress.fields()).encode() if group.rank == source else b"")
+    told = group.all_gather_bytes(json.dumps(model.progress.fields()).encode() if group.rank == source else b"")
     data = group.all_gather_bytes(b"".join(map(as_bytes, buffers.values())) if group.rank == source else b"")
     if group.rank == source:
         return
-    optimizer.progress.restore(json.loads(told[source]))
+    model.progress.restore(json.loads(told[source]))
     values = torch.frombuffer(bytearray(data[source] or b"\0"), dtype=torch.uint8)
     start = 0
     for buffer in buffers.values():
