@@ -411,6 +411,18 @@ def config_schema() -> None:
 
 
 @app.command()
+def resize(
+    run: Annotated[Path, typer.Argument(help="Folder of a run of `andon train` that goes on.")],
+    workers: Annotated[int, typer.Argument(help="Number of workers from now on.")],
+) -> None:
+    """Have a run go on with more or fewer workers, from its next step on."""
+    from andon.run.resize import wish
+
+    wish(run, workers)
+    typer.echo(f"{run} goes on with {workers} workers after its current step")
+
+
+@app.command()
 def audit(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
     """Prove that a run has used every sample of every committed step exactly once."""
     from andon.commands.audit import audit

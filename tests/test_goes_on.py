@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import statistics
@@ -162,6 +163,73 @@ def test_a_run_with_fewer_workers_than_it_needs_waits_for_more(tmp_path: Path) -
     wait_for_generation(folder, process, 2)
     assert all(event["workers"] == 2 for event in events(folder, "generation"))
     assert "Waiting for workers: 1 of at least 2" in stop(process, folder)[1]
+
+
+@pytest.mark.parametrize(("transport", "zero"), [("auto", OFF), ("shm", EVEN), ("star", TWICE)])
+def test_a_run_grows_and_shrinks_while_it_goes_on(tmp_path: Path, transport: str, zero: list[str]) -> None:
+    folder, options = tmp_path / "run", [f"--group.transport={transport}", "--train.steps=100000", *zero]
+    process = run_of(tmp_path, "--workers=1", "--checkpoint.every=20", *options)
+    for workers in (3, 2):
+        code, said = andon("resize", "run", str(workers), cwd=tmp_path)
+        assert code == 0, said
+        wait_for_generation(folder, process, workers)
+        at = time.time()
+        wait_for(process, lambda at=at: steps_after(folder, at)[3:])
+    code, said = andon("resize", "run", "9", cwd=tmp_path)
+    assert code == 1 and "cannot go on with 9 workers" in said, said
+    step, _ = stop(process, folder)
+    steps = [event["step"] for event in events(folder, "step")]
+    assert steps == list(range(1, step + 1)), "nothing is done twice"
+    assert_undisturbed(tmp_path, step, *zero)
+
+
+SCRIPT = """
+import sys
+import time
+import torch
+import torch.nn.functional as F
+from torch import nn
+import andon
+
+group = andon.init(seed=1)
+body = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 4)]
+model = andon.DataParallel(nn.Sequential(*body), group, slots=6)
+optimizer = andon.AdamW(model, lr=1e-2, zero=sys.argv[2])
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.95)
+start = andon.load("mine", model, optimizer, scheduler)
+for step in model.steps(start, int(sys.argv[1])):
+    for slot in model.slots:
+        y = torch.randint(4, (16,))
+        model.backward(F.cross_entropy(model(torch.randn(16, 8) + y[:, None]), y), count=16)
+    optimizer.step(clip=1.0)
+    scheduler.step()
+    if step % 10 == 9:
+        andon.save("mine", model, optimizer, step, scheduler)
+    if group.rank == 0:
+        print(step, file=open("steps", "a"))
+    time.sleep(float(sys.argv[3]))
+if group.rank == 0:
+    print(andon.digest(model), file=open("digest", "w"))
+group.close()
+"""
+
+
+@pytest.mark.parametrize(("zero", "victim"), [("off", 0), ("even", 1)])
+def test_a_script_survives_the_loss_of_a_worker(tmp_path: Path, zero: str, victim: int) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    for folder in (alone, run):
+        folder.mkdir()
+        (folder / "mine.py").write_text(SCRIPT)
+    code, output = andon("run", "--workers=1", "mine.py", "150", zero, "0", cwd=alone)
+    assert code == 0, output
+    process = start("run", "--workers=3", "mine.py", "150", zero, "0.02", cwd=run)
+    wait_for(process, lambda: (run / "steps").exists() and len((run / "steps").read_text().splitlines()) > 20)
+    sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)[victim].kill()
+    output = finish(process)
+    assert process.returncode == 0 and "was lost" in output and "is started again" in output, output
+    assert (run / "digest").read_text() == (alone / "digest").read_text()
+    lines = [json.loads(line) for line in (run / "runs" / "mine" / "ledger.jsonl").read_text().splitlines()]
+    assert [len(line["hosts"]) for line in lines if "hosts" in line] == [3, 2, 3]
 
 
 def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> tuple[dict[str, Any], list[float]]:

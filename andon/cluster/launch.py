@@ -32,6 +32,7 @@ from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
 from andon.run.ledger import Ledger
 from andon.run.prepare import prepare_tokens
+from andon.run.resize import Wish
 from andon.transport.base import TRANSPORTS, GroupError, PeerLost
 from andon.transport.tcp.entrance.tls import Tls
 
@@ -173,9 +174,13 @@ def _coordinate(
             place = [coordinator.address[0], str(coordinator.address[1])]
             commands = [
                 Command(["-m", "andon.cluster.worker", *place, str(rank)], environment(token))
-                for rank in range(config.workers)
+                for rank in range(config.train.slots)
             ]
             workers = stack.enter_context(Workers(commands, config.threads, logs, config.restarts))
+            wish = Wish(folder.folder)
+            if transport.goes_on:
+                workers.wishes = lambda: wish.new(config.workers, config.train.slots)
+            workers.start(config.workers)
             code = workers.wait(coordinator)
     if workers and workers.was_quit:
         raise UserError("The run was ended at once", "A second Ctrl-C", START_AGAIN)

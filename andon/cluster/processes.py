@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -56,8 +56,12 @@ class Workers:
     it is started again, as long as the coordinator lets it in and not more than `restarts` times in all."""
 
     def __init__(self, commands: Sequence[Command], threads: int, logs: Path, restarts: int = 0) -> None:
+        """`commands` may be more than are `wanted` at first: the rest is for when the run grows."""
         logs.mkdir(parents=True, exist_ok=True)
         self._commands, self._compute_threads, self._logs, self._restarts = commands, threads, logs, restarts
+        self.wanted = len(commands)
+        self.wishes: Callable[[], int | None] = lambda: None
+        """How many workers are wanted from now on, if that has changed."""
         self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self.first_failed: int | None = None
         self.first_failure = "A worker"
@@ -67,8 +71,19 @@ class Workers:
         """Whether they were killed because a person wanted that."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._threads: dict[int, threading.Thread] = {}
-        for place in range(len(commands)):
+
+    def start(self, count: int) -> None:
+        """Start the first `count` workers."""
+        self.wanted = count
+        for place in range(count):
             self._start(place)
+
+    def _resize(self, wanted: int, coordinator: Coordinator) -> None:
+        coordinator.resize(wanted)
+        self.wanted = wanted
+        for place in range(wanted):
+            if place not in self.processes or self.processes[place].poll() is not None:
+                self._start(place)
 
     def _start(self, place: int) -> None:
         process = _start(self._commands[place], self._compute_threads, log_of(self._logs, place))
@@ -85,13 +100,17 @@ class Workers:
         of_members: list[int] = []
         until = math.inf
         while len(codes) < len(self.processes):
+            if coordinator.begun and not coordinator.succession.over and (wanted := self.wishes()):
+                self._resize(wanted, coordinator)
+                codes = {place: code for place, code in codes.items() if place >= wanted}
             goes_on = coordinator.succession.goes_on if coordinator.begun else None
             failed = worst(codes.values()) not in (0, EXIT_STOPPED)
             if until == math.inf and ((failed and not goes_on) or coordinator.all_left):
                 until = time.monotonic() + GRACE
                 if goes_on:
                     self._kill(but=coordinator.succession.processes)  # those that came too late
-            if goes_on and not coordinator.succession.over and len(self.processes) - len(codes) < goes_on.least:
+            alive = len(self.processes) - len(codes)
+            if goes_on and not coordinator.succession.over and alive < min(goes_on.least, self.wanted):
                 coordinator.end(f"{len(codes)} of {len(self.processes)} workers are lost, and not started again")
             try:
                 place, code = self._exits.get(timeout=POLL)
@@ -115,7 +134,7 @@ class Workers:
 
     def _comes_back(self, place: int, code: int, coordinator: Coordinator) -> bool:
         """Start a lost worker again, if the run goes on without it meanwhile."""
-        if code in (0, EXIT_STOPPED, EXIT_HALTED) or self.was_quit:
+        if code in (0, EXIT_STOPPED, EXIT_HALTED) or self.was_quit or place >= self.wanted:
             return False
         if not coordinator.may_return((socket.gethostname()[:64], place), self.processes[place].pid):
             return False

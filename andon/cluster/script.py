@@ -78,6 +78,7 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         for rank in range(count):
             log_of(logs, rank).unlink(missing_ok=True)
         workers = stack.enter_context(Workers(commands, 1, logs, RESTARTS))
+        workers.start(count)
         code = workers.wait(coordinator)
     if workers.was_quit:
         raise UserError(f"{script.name} was ended at once", "A second Ctrl-C", "What it saved before is intact")

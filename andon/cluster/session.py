@@ -17,7 +17,7 @@ from andon.integrity.probe import compare_probes, differing, take_probe
 from andon.run.build import build_optimizer, build_trainer, trainer_of
 from andon.run.events import Emit, Event, event, no_event
 from andon.run.loop import Books, Run
-from andon.transport.base import Group, Rendezvous, Settings, open_group
+from andon.transport.base import TRANSPORTS, Group, Rendezvous, Settings, fastest_here, open_group
 from andon.transport.local import LocalGroup
 
 
@@ -31,7 +31,9 @@ class Surroundings:
     """Its place among the ranks of its machine, which decides on its GPU."""
     on_built: Callable[[Trainer], None] = lambda trainer: None
     change_wanted: Callable[[], bool] = lambda: False
-    """Whether somebody waits to join."""
+    """Whether somebody waits to join, or is to leave."""
+    shrink_wanted: Callable[[], bool] = lambda: False
+    """Whether somebody is to leave."""
     books: Books | None = None
 
 
@@ -65,7 +67,7 @@ class Session:
 
     def train(self, group: Group, resume: Path | None = None) -> bool:
         """Train in the first generation, from a checkpoint if one is given; whether it was stopped before the end."""
-        group.stop_wanted, group.change_wanted = self.around.stop_wanted, self.around.change_wanted
+        self._ask(group)
         emit = self.around.emit if group.rank == 0 else no_event
         device = choose_device(self.config.device, self.around.local_rank, emit)
         refuse_mixed_devices(group, device)
@@ -78,7 +80,7 @@ class Session:
 
     def go_on(self, group: Group, recorded: int, since: float) -> bool:
         """Train in a later generation, which began to form at `since`; whether it was stopped before the end."""
-        group.stop_wanted, group.change_wanted = self.around.stop_wanted, self.around.change_wanted
+        self._ask(group)
         assert self.optimizer, "a worker that goes on has a model"
         membership = Membership.of(group, self.config.train.slots)
         if self.run:
@@ -89,6 +91,12 @@ class Session:
         assert self.run
         self.run.go_on(settled, since)
         return self._run()
+
+    def _ask(self, group: Group) -> None:
+        """Have the group ask for the wishes of this rank's launcher."""
+        around = self.around
+        group.stop_wanted, group.change_wanted = around.stop_wanted, around.change_wanted
+        group.shrink_wanted = around.shrink_wanted
 
     def part(self) -> None:
         """Leave the generation, whatever has become of its group."""
@@ -126,7 +134,9 @@ class Session:
 def open_configured(config: Config, rendezvous: Rendezvous, settings: Settings) -> Group:
     """The group that the configuration asks for; torch is made to give the same bits every time first."""
     make_torch_deterministic(config.threads)
-    group = open_group(config.group.transport, rendezvous, settings)
+    alone = not TRANSPORTS[config.group.transport].connects  # until it grows
+    size = rendezvous.world_size
+    group = open_group(fastest_here(size) if alone else config.group.transport, rendezvous, settings)
     group.generation = settings.keys.generation if settings.keys else 0
     return group
 

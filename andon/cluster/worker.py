@@ -166,7 +166,8 @@ def _load(config: Config, tokens: TokenSet, client: CoordinatorClient, job: Mess
         times = trainer.model.phases
         client.compute_ms = lambda: times.last.get("forward", 0.0) + times.last.get("backward", 0.0)
 
-    around = Surroundings(client.emit, client.stop.is_set, client.local_rank, built, client.change.is_set, client)
+    changes = (client.change.is_set, client.shrink.is_set)
+    around = Surroundings(client.emit, client.stop.is_set, client.local_rank, built, *changes, client)
     session = Session(config, tokens, around)
     if job.get("joins"):
         make_torch_deterministic(config.threads)
@@ -214,7 +215,7 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
             log(why)
         since = time.monotonic()
         if not client.part(why, getattr(error, "rank", SOMEONE) if error else None):
-            if session.is_over:
+            if session.is_over or client.released:
                 return 0
             raise error or GroupError("the run has ended")
 

@@ -52,9 +52,13 @@ class CoordinatorClient:
         self.keys: LinkKeys | None = None
         self.stop = threading.Event()
         self.change = threading.Event()
-        """Whether somebody waits to join."""
+        """Whether somebody waits to join, or is to leave."""
+        self.shrink = threading.Event()
+        """Whether somebody is to leave."""
         self.goes_on = False
         """Whether the run goes on without a rank that is lost."""
+        self.released = False
+        """Whether the run goes on without this worker, because it wants fewer."""
         self.recorded = 0
         """The last step that the run's ledger had when the generation began."""
         self.server: tuple[str, int] | None = None
@@ -114,6 +118,7 @@ class CoordinatorClient:
         while (message := self.receive("begin", "stop", "end", "lost", "values"))["kind"] in ("lost", "values"):
             pass  # of the generation before
         if message["kind"] != "begin":
+            self.released = bool(message.get("released"))
             return False
         try:
             issued = {int(peer): bytes.fromhex(key) for peer, key in message["keys"].items()}
@@ -207,6 +212,9 @@ class CoordinatorClient:
             if message["id"] in self._answers:
                 self._answers[message["id"]].put(message["value"])
         elif kind == "change":
+            assert isinstance(message, dict)
+            if message["released"]:
+                self.shrink.set()
             self.change.set()
         elif kind == "lost":
             assert isinstance(message, dict)
@@ -217,6 +225,7 @@ class CoordinatorClient:
                 with self._turn:
                     self._begun, self._peer_gone = True, None
                 self.change.clear()
+                self.shrink.clear()
             self._inbox.put(message)
 
     def _peer_lost(self, rank: int, why: str) -> None:

@@ -57,6 +57,7 @@ class Coordinator:
         """The exit codes of the workers that have left for good."""
         self._heard_of: set[int] = set()
         """The processes that have said hello."""
+        self._resize_to = 0
         self._stop_wanted = self._stopping = False
         self._end_by = float("inf")
         self._workers: dict[ControlLink, Worker] = {}
@@ -114,6 +115,11 @@ class Coordinator:
             succession.strike_unheard(place)
         return place not in succession.quarantine
 
+    def resize(self, wanted: int) -> None:
+        """From now on so many workers are wanted; from any thread."""
+        self._resize_to = wanted
+        self._loop.wake()
+
     def end(self, why: str) -> None:
         """The run cannot go on; from any thread."""
         self.succession.end(why)
@@ -152,6 +158,11 @@ class Coordinator:
             self._tell_all("stop")
             if not self.begun:
                 self._end_by = time.monotonic() + 1.0
+        if self._resize_to and self.begun:
+            wanted, self._resize_to = self._resize_to, 0
+            self.world_size = wanted
+            self.note(f"The run wants {wanted} workers from now on")
+            self.succession.resize(wanted)
         for worker in self.succession.tick():
             self._loop.drop(worker.link)
             self.on_lost(worker.link, "it made no progress, and the others go on without it")

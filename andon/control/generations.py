@@ -5,8 +5,9 @@
 A worker that is ready *waits*. The first generation begins when as many wait as are *wanted*; all of them are its
 *members*. A member *parts* when it has left the group of its generation, because another member was lost or because
 somebody waits, and says so. When every member has parted or was lost, the next generation begins with those who parted
-and those who wait, if they are at least as many as the run *needs*. So nobody is a member of two generations at once,
-and a generation begins only when nobody can still commit a step of the one before.
+and those who wait, if they are at least as many as the run *needs*. When fewer are wanted than take part, some are
+*released*: the members part, and the next generation begins without them. So nobody is a member of two generations at
+once, and a generation begins only when nobody can still commit a step of the one before.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Generations(Generic[W]):
         """By rank; those who were lost since are no longer among them."""
         self.parted: set[W] = set()
         self.waiting: list[W] = []
+        self.released: set[W] = set()
         self.over = False
         """Whether a member has left for good: then no other generation begins."""
 
@@ -38,8 +40,15 @@ class Generations(Generic[W]):
 
     @property
     def change_is_due(self) -> bool:
-        """Whether the members should part after their step, because somebody waits who could take part."""
-        return bool(self.waiting) and not self.over and self.number >= 0
+        """Whether the members should part after their step, because somebody waits who could take part, or is to go."""
+        return bool(self.waiting or self.released) and not self.over and self.number >= 0
+
+    def resize(self, wanted: int) -> None:
+        """From now on so many workers are wanted: the last ones are released if there are more."""
+        self.wanted = wanted
+        for worker in (self.members + self.waiting)[wanted:]:
+            if worker in self.members:
+                self.released.add(worker)
 
     def ready(self, worker: W) -> None:
         """A worker could take part."""
@@ -56,6 +65,7 @@ class Generations(Generic[W]):
         self.members = [member for member in self.members if member != worker]
         self.waiting = [each for each in self.waiting if each != worker]
         self.parted.discard(worker)
+        self.released.discard(worker)
 
     def leave(self, worker: W) -> None:
         """A member is done, or cannot go on: the run ends."""
@@ -66,9 +76,9 @@ class Generations(Generic[W]):
         """Begin the next generation, if it can; its members by rank: first those who have the run's state."""
         if self.over or len(self.parted) < len(self.members):
             return None
-        together = self.members + self.waiting
+        together = [worker for worker in self.members + self.waiting if worker not in self.released]
         if len(together) < (self.needed if self.number >= 0 else self.wanted):
             return None
         self.number += 1
-        self.members, self.parted, self.waiting = together, set(), []
+        self.members, self.parted, self.waiting, self.released = together, set(), [], set()
         return together

@@ -21,10 +21,10 @@ One frame per message (tag 0x10, then a JSON object with its `kind`); bytes of a
   worker       commit   "these steps are committed" (see andon.run.ledger)
   worker       back     "this generation goes on from the checkpoint of this step"
   coordinator  lost     "this rank is dead"
-  coordinator  change   "somebody waits to join: leave the group after this step"
+  coordinator  change   "somebody waits to join, or so many of you are released: leave the group after this step"
   worker       part     "I have left the group of this generation, because of this (and of this rank, if it failed),
                         and wait for the next one"
-  coordinator  end      "there will be no next one"
+  coordinator  end      "there will be no next one" (or, for a worker that is not wanted any more: none with you)
   coordinator  stop     "save and leave after this step"
   worker       bye      "I am done, with this exit code"
   both         alive    "I am here"   (every second; a worker adds what its last step took, and for how many seconds
@@ -88,8 +88,8 @@ FROM_COORDINATOR: Final[dict[str, Fields]] = {
     "values": {"topic": str, "values": list},
     "stored": {"id": int, "value": str},
     "lost": {"rank": int, "host": str, "why": str},
-    "change": {},
-    "end": {},
+    "change": {"released": int},
+    "end": {"released": int},
     "stop": {},
 }
 """What every message of a kind says."""

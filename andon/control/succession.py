@@ -105,6 +105,11 @@ class Succession:
         if failed:
             self._end_parted()
 
+    def resize(self, wanted: int) -> None:
+        """From now on so many workers are wanted."""
+        self.generations.resize(wanted)
+        self.advance()
+
     def end(self, why: str) -> None:
         """The run cannot go on; from any thread."""
         self.impossible, self.generations.over = self.impossible or why, True
@@ -150,10 +155,13 @@ class Succession:
             return
         if generations.parted and self._not_parted():
             self._parting_since = min(self._parting_since, time.monotonic())
+        released = generations.released
         if members := generations.next():
+            for worker in released:
+                worker.link.queue("end", released=1)
             self._begin(members)
         elif generations.change_is_due:
-            self._tell("change")
+            self._tell("change", released=len(generations.released))
         elif self.begun and len(generations.parted) == len(generations.members) < generations.needed:
             there = f"{len(generations.members)} of at least {generations.needed} are there"
             self._emit(event("note", text=f"Waiting for workers: {there}"))
@@ -199,7 +207,7 @@ class Succession:
         if self._without_progress < WITHOUT_PROGRESS:
             return True
         self.end(f"{WITHOUT_PROGRESS} generations have begun without a committed step")
-        self._tell("end")
+        self._tell("end", released=0)
         return False
 
     def _not_parted(self) -> list[Worker]:
@@ -207,7 +215,7 @@ class Succession:
 
     def _end_parted(self) -> None:
         for worker in [*self.generations.parted, *self.generations.waiting]:
-            worker.link.queue("end")
+            worker.link.queue("end", released=0)
         self.generations.parted.clear()
         self.generations.waiting.clear()
 

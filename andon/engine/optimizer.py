@@ -118,6 +118,8 @@ class Optimizer(torch.optim.Optimizer):
         self.stop = Vote(lambda: model.membership.group.stop_wanted())
         self.change = Vote(lambda: model.membership.group.change_wanted())
         """Whether the members of the run change after this step."""
+        self.shrink = Vote(lambda: model.membership.group.shrink_wanted())
+        """Whether some of them leave then, with their parts of the state."""
         self.samples: Callable[[], list[int]] = list
         """Checksums of the samples of each slot of the step, for the run's ledger."""
         self.on_halt: Callable[[JidokaHalt], None] = _nothing
@@ -127,7 +129,7 @@ class Optimizer(torch.optim.Optimizer):
             module.register_load_state_dict_post_hook(partial(self._weights_loaded, prefix))
         self.checkpoints: object = None
         """What `andon.save` and `andon.load` keep for it."""
-        self.passengers: list[Passenger] = [self.stop, self.change]
+        self.passengers: list[Passenger] = [self.stop, self.change, self.shrink]
         self._fingerprints = Fingerprints(model.arena, self.compared_state)
         self._clip = 0.0
 

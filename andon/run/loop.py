@@ -101,7 +101,7 @@ class Run:
         """Another generation begins: bring everyone to the same step, and say so."""
         progress, commit = self.trainer.progress, self.trainer.optimizer.commit
         if settled.lost:
-            self._go_back()
+            self._go_back(settled)
         if self.is_rank_0 and commit.verdict:
             self._emit_step(Totals.of(commit.verdict[0]))  # the rank that has committed it may not have said so
         self._begun, self._reported = True, 0
@@ -119,7 +119,7 @@ class Run:
             )
         )
 
-    def _go_back(self) -> None:
+    def _go_back(self, settled: Settlement) -> None:
         """A part of the state is lost: all go back to the newest checkpoint, or to the first weights."""
         trainer, notes = self.trainer, list[str]()
         folder = self.config.run.dir / "checkpoints"
@@ -135,6 +135,8 @@ class Run:
             trainer.progress.restore(Progress().fields())
             trainer.optimizer.go_on_from(0)
         if self._books:
+            kept = [record for step, record in settled.records.items() if step <= trainer.progress.step]
+            self._books.report(kept)  # what the checkpoint holds stays committed
             self._books.went_back(self.group.generation, trainer.progress.step)
 
     def _report(self, until: int, everyone: bool = False) -> None:
@@ -159,9 +161,18 @@ class Run:
             if progress.step < steps:
                 self._between_steps()
                 if optimizer.change.agreed:
-                    self.group.barrier()
+                    self._before_change()
                     raise MembersChange
         self._finish()
+
+    def _before_change(self) -> None:
+        """Keep what those who leave would take with them: all go on from a checkpoint of this very step."""
+        ownership, checkpointer = self.trainer.optimizer.ownership, self.trainer.checkpointer
+        leave = self.trainer.optimizer.shrink.agreed and ownership.sharded and ownership.replicas == 1
+        if leave and checkpointer:
+            checkpointer.save(self.trainer.progress.step, wait=True)
+        self.group.barrier()
+        self._report(self.trainer.progress.step)
 
     def _end(self) -> None:
         """The last exchange of a run: when it is over, every rank has committed the last step."""

@@ -134,7 +134,9 @@ class Group(ABC):
     stop_wanted: Callable[[], bool] = staticmethod(lambda: False)
     """Whether this rank was asked to stop; all ranks learn it with the next step."""
     change_wanted: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether this rank knows that somebody waits to join; all ranks learn it with the next step."""
+    """Whether this rank knows that somebody waits to join, or is to leave; all ranks learn it with the next step."""
+    shrink_wanted: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether this rank knows that somebody is to leave."""
     exchanging: bool = False
     """Whether a model exchanges over it: its collectives come from one thread, so there can be only one."""
     bytes_sent: int = 0
