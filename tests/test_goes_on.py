@@ -101,13 +101,11 @@ def test_a_killed_worker_comes_back_and_the_answer_stays(tmp_path: Path, transpo
         run_of(tmp_path, f"--workers={workers}", f"--group.transport={transport}", *options),
     )
     members_of(process, folder)[0].kill()
-    wait_for_generation(folder, process, workers - 1)
-    wait_for_generation(folder, process, workers)
+    wait_for_generation(folder, process, workers)  # at once, if the new one comes before the others have parted
     at = time.time()
     wait_for(process, lambda: steps_after(folder, at)[3:])
     step, output = stop(process, folder)
-    assert "was lost after step" in output and f"Going on with {workers - 1} worker" in output, output
-    assert "1 of them new" in output, output
+    assert "was lost after step" in output and "1 of them new" in output, output
     assert [event["step"] for event in events(folder, "step")] == list(range(1, step + 1))
     assert_undisturbed(tmp_path, step, *zero)
 
@@ -229,7 +227,7 @@ def test_a_script_survives_the_loss_of_a_worker(tmp_path: Path, zero: str, victi
     assert process.returncode == 0 and "was lost" in output and "is started again" in output, output
     assert (run / "digest").read_text() == (alone / "digest").read_text()
     lines = [json.loads(line) for line in (run / "runs" / "mine" / "ledger.jsonl").read_text().splitlines()]
-    assert [len(line["hosts"]) for line in lines if "hosts" in line] == [3, 2, 3]
+    assert [len(line["hosts"]) for line in lines if "hosts" in line][0::2] in ([3, 3], [3])
 
 
 def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> tuple[dict[str, Any], list[float]]:
