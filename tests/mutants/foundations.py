@@ -603,6 +603,14 @@ MUTANTS = [
         ("test_coordinator.py::test_what_arrives_with_another_digest_is_not_kept",),
     ),
     Mutant(
+        "killed-worker-is-success",
+        "A worker that was killed does not spoil the exit code.",
+        "cluster/processes.py",
+        "codes[place] = code if code >= 0 else EXIT_USER_ERROR",
+        "codes[place] = max(code, 0)",
+        ("test_script.py::test_a_script_that_is_killed_is_an_error",),
+    ),
+    Mutant(
         "halt-is-an-error",
         "A halt ends with exit code 1.",
         "errors.py",
