@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from andon.checkpoint.manifest import read as manifest
+from andon.control.quarantine import SETTLED
 from tests.group_harness import busy
 from tests.runs import SMALL, andon, ctrl_c, events, finish, start, summary, train, wait_for_step
 
@@ -242,6 +243,8 @@ def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> tup
         chance.choice(workers).kill()
         wait_for(process, lambda at=at: steps_after(cwd / "run", at), 10.0)
         gaps += [event["time"] - at for event in steps_after(cwd / "run", at)[:1]]
+        # Whoever is killed again and again before it has done ten steps would be quarantined.
+        wait_for(process, lambda at=at: steps_after(cwd / "run", at)[SETTLED:])
     output = finish(process)
     assert process.returncode == 0, output
     code, said = andon("audit", "run", cwd=cwd)
@@ -259,7 +262,7 @@ def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> tup
 )
 def test_many_kills_never_change_the_answer(tmp_path: Path, transport: str, zero: list[str], share: float) -> None:
     kills = max(1, int(COUNT * share))
-    options = [f"--train.steps={20 * kills + 200}", "--eval.every=100", "--checkpoint.every=20", *zero]
+    options = [f"--train.steps={40 * kills + 100}", "--eval.every=100", "--checkpoint.every=20", *zero]
     whole = train(*options, "--optim.schedule=constant", cwd=tmp_path, name="whole")
     found, gaps = kill_again_and_again(tmp_path, kills, SEED, "--workers=4", f"--group.transport={transport}", *options)
     if transport != "ring":  # its order of addition depends on its size

@@ -13,6 +13,7 @@ from andon.engine.membership import Membership
 from andon.engine.optimizer import Optimizer
 from andon.engine.trainer import Trainer
 from andon.errors import UserError
+from andon.integrity.halt import JidokaHalt
 from andon.integrity.probe import compare_probes, differing, take_probe
 from andon.run.build import build_optimizer, build_trainer, trainer_of
 from andon.run.events import Emit, Event, event, no_event
@@ -83,11 +84,15 @@ class Session:
         self._ask(group)
         assert self.optimizer, "a worker that goes on has a model"
         membership = Membership.of(group, self.config.train.slots)
-        if self.run:
-            settled = self.run.trainer.enter(membership, recorded)
-        else:
-            settled = self.optimizer.enter(membership, recorded)
-            self._built(trainer_of(self.config, self.tokens, self.optimizer, self._emit))
+        try:
+            if self.run:
+                settled = self.run.trainer.enter(membership, recorded)
+            else:
+                settled = self.optimizer.enter(membership, recorded)
+                self._built(trainer_of(self.config, self.tokens, self.optimizer, self._emit))
+        except JidokaHalt as halt:
+            self._emit(event("halt", **halt.fields(), data=self.tokens.digest))
+            raise
         assert self.run
         self.run.go_on(settled, since)
         return self._run()
