@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import time
@@ -109,6 +110,22 @@ def test_a_killed_worker_comes_back_and_the_answer_stays(tmp_path: Path, transpo
     assert "was lost after step" in output and "1 of them new" in output, output
     assert [event["step"] for event in events(folder, "step")] == list(range(1, step + 1))
     assert_undisturbed(tmp_path, step, *zero)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_worker_may_be_killed_before_the_first_step(tmp_path: Path, resumed: bool) -> None:
+    folder, options = tmp_path / "run", ["--workers=3", "--train.steps=100000", "--checkpoint.every=5", *OFF]
+    if resumed:
+        stop(run_of(tmp_path, *options), folder)
+    before = len(events(folder, "worker")) if resumed else 0
+    process = start("train", *SMALL, "--run.dir=run", "--optim.schedule=constant", *options, cwd=tmp_path)
+    wait_for(process, lambda: (folder / "metrics.jsonl").exists() and len(events(folder, "worker")) == before + 3)
+    os.kill(events(folder, "worker")[-1]["pid"], signal.SIGKILL)
+    wait_for_generation(folder, process, 3)
+    at = time.time()
+    wait_for(process, lambda: steps_after(folder, at)[3:])
+    step, _ = stop(process, folder)
+    assert_undisturbed(tmp_path, step, *OFF)
 
 
 def test_without_replicas_all_go_back_to_the_newest_checkpoint(tmp_path: Path) -> None:

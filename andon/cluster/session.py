@@ -74,6 +74,7 @@ class Session:
         refuse_mixed_devices(group, device)
         self.config = with_probe(self.config, group, device, emit)
         trainer = build_trainer(self.config, self.tokens, group, device, self._emit)
+        trainer.optimizer.is_new = resume is not None
         self._built(trainer)
         if resume:
             trainer.resume(resume)
@@ -82,7 +83,9 @@ class Session:
     def go_on(self, group: Group, recorded: int, since: float) -> bool:
         """Train in a later generation, which began to form at `since`; whether it was stopped before the end."""
         self._ask(group)
-        assert self.optimizer, "a worker that goes on has a model"
+        if self.optimizer is None:  # the first generation has ended before it was built
+            self.prepare(self.config.probe)
+        assert self.optimizer
         membership = Membership.of(group, self.config.train.slots)
         try:
             if self.run:

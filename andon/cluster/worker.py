@@ -185,7 +185,7 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
     from andon.transport.base import Settings
 
     config, since = session.config, time.monotonic()
-    resume = Path(job["resume"]) if job["resume"] else None
+    resume, later = Path(job["resume"]) if job["resume"] else None, bool(job.get("joins"))
     while True:
         settings = Settings(
             config.group.timeout,
@@ -200,7 +200,6 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
         try:
             with open_configured(config, client, settings) as group, _leaving(session, group):
                 client.watch(group)
-                later = session.optimizer is not None
                 stopped = session.go_on(group, client.recorded, since) if later else session.train(group, resume)
             session.close()
             return EXIT_STOPPED if stopped else 0
@@ -214,7 +213,7 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
                 raise
             why, error = _with_host(str(failure), client), failure
             log(why)
-        since = time.monotonic()
+        since, later = time.monotonic(), True
         if not client.part(why, getattr(error, "rank", SOMEONE) if error else None):
             if session.is_over or client.released:
                 return 0

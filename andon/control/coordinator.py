@@ -328,12 +328,14 @@ class Coordinator:
                     self._leave(worker, message["code"])
 
     def _emit_once(self, event: Event) -> None:
-        """A step that is done again, because it was not committed, was told of already."""
+        """Each generation tells that the run has started, and does again a step that was not committed."""
         if event["event"] == "step":
             if event["step"] <= self.succession.told_step:
                 return
             self.succession.told_step = event["step"]
         elif event["event"] == "start":
+            if "probe" in self.job:
+                return
             self.job = {**self.job, "probe": event["probe"]}
         self._emit(event)
 

@@ -104,7 +104,8 @@ class Run:
             self._go_back(settled)
         if self.is_rank_0 and commit.verdict:
             self._emit_step(Totals.of(commit.verdict[0]))  # the rank that has committed it may not have said so
-        self._begun, self._reported = True, 0
+        self._begin()  # the first generation may have ended before it has said so
+        self._reported = 0
         self._report(progress.step)
         membership = self.trainer.model.membership
         self.emit(
