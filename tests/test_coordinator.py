@@ -204,6 +204,36 @@ def test_sigterm_ends_a_coordinator_that_still_waits_and_its_workers(tmp_path: P
 LONG = ["--train.steps=100000", "--group.timeout=60"]
 
 
+@pytest.mark.parametrize(
+    ("transport", "sign"), [("star", signal.SIGKILL), ("ring", signal.SIGKILL), ("ring", signal.SIGSTOP)]
+)
+def test_survivors_go_on_and_another_worker_joins(tmp_path: Path, transport: str, sign: signal.Signals) -> None:
+    folder, options = tmp_path / "run", ["--workers=3", f"--group.transport={transport}", "--zero.policy=off"]
+
+    def wait_for_generation(workers: int) -> float:
+        until = time.monotonic() + 30 * busy()
+        while not (found := [each for each in events(folder, "generation") if each["workers"] == workers]):
+            assert time.monotonic() < until and coordinator.poll() is None
+            time.sleep(0.02)
+        wait_for_step(folder, found[-1]["step"] + 2, coordinator)
+        return float(found[-1]["time"])
+
+    with coordinating(tmp_path, *options, *LONG) as (coordinator, address):
+        victim, *others = [start("worker", address, cwd=tmp_path) for _ in range(3)]
+        wait_for_step(folder, 2, coordinator)
+        victim.send_signal(sign)
+        began = time.time()
+        limit = 1.0 if sign == signal.SIGKILL else 6.0
+        assert wait_for_generation(2) - began < limit * busy()
+        others.append(start("worker", address, cwd=tmp_path))
+        wait_for_generation(3)
+        coordinator.send_signal(signal.SIGINT)
+        outputs = [end(worker, 30) for worker in others]
+        assert [worker.returncode for worker in others] == [4, 4, 4], outputs
+        assert end(coordinator, 20) and coordinator.returncode == 4
+        victim.kill()
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends(
     tmp_path: Path, sign: signal.Signals

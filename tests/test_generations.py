@@ -56,7 +56,7 @@ class Model:
 
     def __init__(self, workers: int, joiners: int, deaths: int, steps: int, needed: int = 1) -> None:
         self.workers = [Worker(name) for name in range(workers)]
-        self.joiners, self.deaths, self.steps = joiners, deaths, steps
+        self.joiners, self.deaths, self.steps, self.shrinks = joiners, deaths, steps, 0
         self.coordinator: Generations[int] = Generations(workers, needed)
         self.ledger: tuple[int, ...] = ()
         self.chain = Chain()
@@ -199,7 +199,14 @@ class Model:
             case "commit":
                 for step in rest:
                     self.ledger += tuple(self.chain.add(step, step))
+        self.begin_or_change()
+
+    def begin_or_change(self) -> None:
+        there = self.coordinator
+        released = there.released
         if members := there.next():
+            for name in released:
+                self.workers[name].received += (("end",),)
             self.groups[there.number], self.told = tuple(members), frozenset()
             for name in members:
                 self.workers[name].received += (("begin", there.number, self.chain.step),)
@@ -211,7 +218,10 @@ class Model:
 
     def hear(self, worker: Worker) -> None:
         (kind, *rest), worker.received = worker.received[0], worker.received[1:]
-        if kind == "change":
+        if kind == "end":
+            assert worker.phase == "parted", "a worker is released that takes part"
+            worker.phase = "released"
+        elif kind == "change":
             worker.change = worker.phase not in ("parted", "waiting", "gone")
         else:
             assert worker.phase in ("parted", "waiting"), "a generation begins for someone who is in another one"
@@ -224,20 +234,27 @@ class Model:
     def actions(self) -> list[tuple[str, int]]:
         found = []
         for worker in self.workers:
-            if worker.alive and worker.phase not in ("waiting", "parted", "gone"):
+            if worker.alive and worker.phase not in ("waiting", "parted", "gone", "released"):
                 found += [("pass", worker.name)] if self.can_pass(worker) else []
                 found += [("fail", worker.name)] if self.can_fail(worker) else []
             if worker.alive and worker.received:
                 found.append(("hear", worker.name))
             if worker.sent:
                 found.append(("coordinate", worker.name))
-            if worker.alive and worker.phase != "gone" and self.deaths:
+            if worker.alive and worker.phase not in ("gone", "released") and self.deaths:
                 found += [("die", worker.name), ("die silently", worker.name)]
         if self.joiners and len([worker for worker in self.workers if worker.alive]) < self.coordinator.wanted:
             found.append(("join", len(self.workers)))
+        if self.shrinks and self.coordinator.wanted > self.coordinator.needed and self.coordinator.number >= 0:
+            found.append(("shrink", 0))
         return found
 
     def act(self, kind: str, name: int) -> None:
+        if kind == "shrink":
+            self.shrinks -= 1
+            self.coordinator.resize(self.coordinator.wanted - 1)
+            self.begin_or_change()
+            return
         if kind == "join":
             self.joiners -= 1
             self.workers.append(Worker(name))
@@ -268,7 +285,7 @@ class Model:
 
     def check_end(self) -> None:
         """Nothing can happen any more: everyone who lives is done, or the run waits for more workers."""
-        living = [worker for worker in self.workers if worker.alive]
+        living = [worker for worker in self.workers if worker.alive and worker.phase != "released"]
         done = [worker for worker in living if worker.phase == "gone"]
         if done:
             assert self.ledger == tuple(range(1, self.steps + 1))
@@ -314,8 +331,9 @@ def test_every_interleaving_of_longer_lives(workers: int, joiners: int, deaths: 
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(0, 8), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_long_random_lives_keep_the_promises(workers: int, joiners: int, deaths: int, needed: int, chance: Any) -> None:
     model = Model(workers, joiners, deaths, steps=6, needed=min(needed, workers))
+    model.shrinks = chance.randrange(3)
     while actions := model.actions():
-        rare = [action for action in actions if action[0].startswith(("die", "join"))]
+        rare = [action for action in actions if action[0].startswith(("die", "join", "shrink"))]
         usual = [action for action in actions if action not in rare]
         model.act(*chance.choice(rare if not usual or (rare and chance.random() < 0.05) else usual))
         model.check()

@@ -130,6 +130,13 @@ def test_an_audit_names_what_is_wrong(trained: Path, spoil: Callable[[list[dict[
     assert code == 1 and said in output and "Traceback" not in output, output
 
 
+def test_a_run_from_a_checkpoint_of_another_one_is_sound(trained: Path) -> None:
+    options = ["--resume=run/checkpoints/checkpoint-6", "--train.steps=9"]
+    train(*options, cwd=trained, name="other")
+    code, output = andon("audit", "other", cwd=trained)
+    assert code == 0 and "3 steps are committed" in output and "each of their 24 samples" in output, output
+
+
 def test_an_audit_of_a_sound_run_says_what_it_proves(trained: Path) -> None:
     code, output = andon("audit", "run", cwd=trained)
     assert code == 0 and "6 steps are committed" in output and "each of their 48 samples" in output, output

@@ -62,7 +62,7 @@ class Workers:
         self.wanted = len(commands)
         self.wishes: Callable[[], int | None] = lambda: None
         """How many workers are wanted from now on, if that has changed."""
-        self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._exits: queue.SimpleQueue[tuple[int, subprocess.Popen[bytes]]] = queue.SimpleQueue()
         self.first_failed: int | None = None
         self.first_failure = "A worker"
         self.first_signal = ""
@@ -92,45 +92,49 @@ class Workers:
         self._threads[place].start()
 
     def _wait_for_exit(self, place: int, process: subprocess.Popen[bytes]) -> None:
-        self._exits.put((place, process.wait()))
+        process.wait()
+        self._exits.put((place, process))
 
     def wait(self, coordinator: Coordinator) -> int:
         """Wait for all workers; once one has failed or all have left, the rest get `GRACE` seconds to end."""
         codes: dict[int, int] = {}
-        of_members: list[int] = []
-        until = math.inf
+        succession, until = coordinator.succession, math.inf
         while len(codes) < len(self.processes):
-            if coordinator.begun and not coordinator.succession.over and (wanted := self.wishes()):
+            if coordinator.begun and not succession.over and (wanted := self.wishes()):
                 self._resize(wanted, coordinator)
                 codes = {place: code for place, code in codes.items() if place >= wanted}
-            goes_on = coordinator.succession.goes_on if coordinator.begun else None
+            goes_on = succession.goes_on if coordinator.begun else None
             failed = worst(codes.values()) not in (0, EXIT_STOPPED)
             if until == math.inf and ((failed and not goes_on) or coordinator.all_left):
                 until = time.monotonic() + GRACE
                 if goes_on:
-                    self._kill(but=coordinator.succession.processes)  # those that came too late
+                    self._kill(but=succession.processes)  # those that came too late
             alive = len(self.processes) - len(codes)
-            if goes_on and not coordinator.succession.over and alive < min(goes_on.least, self.wanted):
+            if goes_on and not succession.over and alive < min(goes_on.least, self.wanted):
                 coordinator.end(f"{len(codes)} of {len(self.processes)} workers are lost, and not started again")
             try:
-                place, code = self._exits.get(timeout=POLL)
+                place, process = self._exits.get(timeout=POLL)
             except queue.Empty:
                 if time.monotonic() < until:
                     continue
                 return worst([*codes.values(), *coordinator.codes] or [EXIT_USER_ERROR])
-            if self._comes_back(place, code, coordinator):
-                continue
-            if code not in (0, EXIT_STOPPED) and self.first_failed is None:
-                hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-                killed = f", killed by {signal.Signals(-code).name}{hint}," if code < 0 else ""
-                self.first_signal = f"Rank {place} was{killed.strip(',')}" if killed else ""
-                self.first_failed, self.first_failure = place, f"Rank {place}{killed}"
-            codes[place] = code if code >= 0 else EXIT_USER_ERROR
-            if self.processes[place].pid in coordinator.succession.processes and code >= 0:
-                of_members.append(code)
-        if coordinator.succession.goes_on and coordinator.codes:  # those who were lost on the way do not count
-            return worst([*coordinator.codes, *of_members])
-        return worst(codes.values())
+            if process is self.processes[place] and not self._comes_back(place, process.returncode, coordinator):
+                codes[place] = self._exit_code(place, process.returncode)
+        return self._of_members(coordinator) if succession.goes_on and coordinator.codes else worst(codes.values())
+
+    def _exit_code(self, place: int, code: int) -> int:
+        """What the end of a worker means for the run; the first failure is kept."""
+        if code not in (0, EXIT_STOPPED) and self.first_failed is None:
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            killed = f", killed by {signal.Signals(-code).name}{hint}," if code < 0 else ""
+            self.first_signal = f"Rank {place} was{killed.strip(',')}" if killed else ""
+            self.first_failed, self.first_failure = place, f"Rank {place}{killed}"
+        return code if code >= 0 else EXIT_USER_ERROR
+
+    def _of_members(self, coordinator: Coordinator) -> int:
+        """The worst exit code of the last generation: those who were lost on the way do not count."""
+        last = [each for each in self.processes.values() if each.pid in coordinator.succession.processes]
+        return worst([*coordinator.codes, *(each.returncode for each in last if each.returncode >= 0)])
 
     def _comes_back(self, place: int, code: int, coordinator: Coordinator) -> bool:
         """Start a lost worker again, if the run goes on without it meanwhile."""

@@ -24,7 +24,7 @@ class Audit:
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
-        self.step = self.committed = self.undone = self.returns = 0
+        self.first = self.step = self.committed = self.undone = self.returns = 0
         self.generations = 0
         self.generation, self.workers = -1, 0
 
@@ -37,6 +37,8 @@ class Audit:
                 raise ValueError(f"generation {fields['generation']} begins after {self.generation}")
             self.generation, self.workers = fields["generation"], len(fields["hosts"])
             self.generations += 1
+        elif "back" in fields and not self.committed:  # it starts from a checkpoint of another run
+            self.first = self.step = fields["back"]
         elif "back" in fields:
             if not 0 <= fields["back"] <= self.step:
                 raise ValueError(f"it goes back to step {fields['back']}, from step {self.step}")
@@ -76,9 +78,10 @@ def audit(run: Path, console: Console) -> None:
         except (ValueError, KeyError, TypeError, IndexError) as error:
             remedy = "Compare with the checkpoints: `andon checkpoint verify` tells which are good"
             raise UserError(f"{run / FILE} is wrong at line {number}", str(error), remedy) from None
-    samples = found.step * train.slots * train.micro_batch
+    steps = found.step - found.first
+    samples = steps * train.slots * train.micro_batch
     console.print(
-        f"{found.step:,} steps are committed, none missing and none twice, in {found.generations} generations; "
+        f"{steps:,} steps are committed, none missing and none twice, in {found.generations} generations; "
         f"each of their {samples:,} samples was used exactly once",
         soft_wrap=True,
     )

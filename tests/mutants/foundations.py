@@ -606,8 +606,8 @@ MUTANTS = [
         "killed-worker-is-success",
         "A worker that was killed does not spoil the exit code.",
         "cluster/processes.py",
-        "codes[place] = code if code >= 0 else EXIT_USER_ERROR",
-        "codes[place] = max(code, 0)",
+        "return code if code >= 0 else EXIT_USER_ERROR",
+        "return max(code, 0)",
         ("test_script.py::test_a_script_that_is_killed_is_an_error",),
     ),
     Mutant(
