@@ -422,7 +422,7 @@ def resize(
     from andon.run.resize import wish
 
     wish(run, workers)
-    typer.echo(f"{run} goes on with {workers} workers after its current step")
+    typer.echo(f"If a run goes on in {run}, it does so with {workers} workers after its current step")
 
 
 @app.command()

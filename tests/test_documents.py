@@ -95,7 +95,7 @@ def test_the_python_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "MyModel": lambda: torch.nn.Linear(3, 2),
         "batch": lambda step, slot: (inputs, targets),
     }
-    exec(example.replace("range(start, 1000)", "range(start, 100)"), names)
+    exec(example.replace("steps(start, 1000)", "steps(start, 100)"), names)
     assert losses[-1] < losses[0]
     assert verify(tmp_path / "runs" / "mine" / "checkpoints" / "checkpoint-100").step == 100
 

@@ -193,10 +193,10 @@ class Coordinator:
                 self.note(f"{worker.name} was lost before {'it joined' if self.begun else 'the run began'}: {why}")
                 succession.strike(worker)
             return
-        text = f"{worker.name[0].upper()}{worker.name[1:]} was lost{self._stragglers.at_step}: {why}"
-        self._emit(event("lost", rank=worker.rank, host=worker.host, why=why, text=text))
-        succession.lose(worker, why)
+        step = self._stragglers.at_step
+        succession.lose(worker, why, step)
         if not succession.goes_on:
+            text = f"{worker.name[0].upper()}{worker.name[1:]} was lost{step}: {why}"
             cause = "Its process died, its machine stopped, or the network between them failed"
             remedy = "Start all of them again: they resume from the newest checkpoint"
             self.failures.append(UserError(text, cause, remedy))

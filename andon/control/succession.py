@@ -16,7 +16,7 @@ from andon.control.members import Phase, Worker, seats
 from andon.control.quarantine import STRIKES, Quarantine
 from andon.control.store import Topics
 from andon.control.token import Credentials
-from andon.run.events import Emit, event
+from andon.run.events import Emit, Event, event
 from andon.run.ledger import Ledger, check_record
 from andon.transport.base import ProtocolError
 
@@ -59,6 +59,10 @@ class Succession:
         self._first = self.ledger.generation + 1 if self.ledger else 0
         self._parting_since = float("inf")
         self._begun_at, self._without_progress = -1, 0
+        self._unsaid: dict[int, Event] = {}
+        """Losses, by rank, that nobody was told of yet."""
+        self._seen: dict[int, str] = {}
+        """By lost rank: what the first survivor has said of it."""
 
     @property
     def begun(self) -> bool:
@@ -91,8 +95,14 @@ class Succession:
         if self.quarantine.strike(place):
             self._say_quarantined(place[0])
 
-    def lose(self, worker: Worker, why: str) -> None:
-        """A member is lost: the others leave their group."""
+    def lose(self, worker: Worker, why: str, step: str) -> None:
+        """A member is lost: the others leave their group. What one of them says of it is told to the user, if it comes
+        soon: in which operation it was missed, and after how long."""
+        name = f"{worker.name[0].upper()}{worker.name[1:]}"
+        said = event("lost", rank=worker.rank, host=worker.host, why=why, text=f"{name} was lost{step}: {why}")
+        self._unsaid[worker.rank] = said
+        if not self.goes_on or worker.rank in self._seen:
+            self._say_lost(worker.rank)
         self.generations.lose(worker)
         self._tell("lost", rank=worker.rank, host=worker.host, why=why)
         if self.goes_on:
@@ -131,8 +141,16 @@ class Succession:
                 except ValueError as error:
                     raise ProtocolError(f"it reported {error}") from None
 
+    def _say_lost(self, rank: int) -> None:
+        said = self._unsaid.pop(rank)
+        self._emit({**said, "text": self._seen.get(rank, said["text"])})
+
     def _part(self, worker: Worker, lost: int | None, why: str) -> None:
         self.generations.part(worker)
+        if lost is not None and lost not in self._seen:
+            self._seen[lost] = f"{why[:1].upper()}{why[1:]}"
+            if lost in self._unsaid:
+                self._say_lost(lost)
         if lost is not None:  # the others may wait for it, and need not find out by themselves
             for other in self._not_parted():
                 other.link.queue("lost", rank=lost, host="", why=why)
@@ -140,6 +158,8 @@ class Succession:
 
     def tick(self) -> list[Worker]:
         """To be called once a second: the members that do not leave their group, though others have had to."""
+        for rank in list(self._unsaid):
+            self._say_lost(rank)
         if self.over:
             self._end_parted()
         if not self.goes_on or time.monotonic() - self._parting_since < self.goes_on.patience:
@@ -171,6 +191,9 @@ class Succession:
         first = self.generations.number == 0
         members.sort(key=lambda worker: worker.rank if first else not worker.sees_folder)
         self._parting_since = float("inf")
+        for rank in list(self._unsaid):
+            self._say_lost(rank)
+        self._seen.clear()
         generation, size = self._first + self.generations.number, len(members)
         recorded = self.ledger.chain.step if self.ledger else 0
         if not self._makes_progress(recorded):
