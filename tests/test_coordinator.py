@@ -19,6 +19,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from andon.checkpoint.manifest import read as manifest
 from andon.cluster.launch import run_folder
 from andon.cluster.session import refuse_mixed_devices
 from andon.cluster.worker import in_own_folder
@@ -255,8 +256,34 @@ def test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends(
         victim.kill()
 
 
-def test_a_coordinator_that_dies_ends_its_workers_with_a_sentence(tmp_path: Path) -> None:
-    with coordinating(tmp_path, "--workers=2", "--group.transport=ring", *LONG) as (coordinator, address):
+@pytest.mark.parametrize("transport", ["ring", "star"])
+def test_a_coordinator_that_comes_back_finds_its_workers(tmp_path: Path, transport: str) -> None:
+    folder, options = tmp_path / "run", ["--workers=2", f"--group.transport={transport}", "--checkpoint.every=10"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    bind = [f"--bind={address}", "--zero.policy=off", "--optim.schedule=constant", "--eval.every=0"]
+    with coordinating(tmp_path, *options, *LONG, *bind) as (coordinator, _):
+        workers = [start("worker", address, cwd=tmp_path) for _ in range(2)]
+        wait_for_step(folder, 4, coordinator)
+        coordinator.kill()
+    steps = len(events(folder, "step"))
+    with coordinating(tmp_path, *options, *LONG, *bind) as (coordinator, _):
+        wait_for_step(folder, steps + 10, coordinator)
+        coordinator.send_signal(signal.SIGINT)
+        outputs = [end(worker, 30) for worker in workers]
+        assert [worker.returncode for worker in workers] == [4, 4], outputs
+        assert "come back" in end(coordinator, 20) and coordinator.returncode == 4
+    step = events(folder, "stopped")[-1]["step"]
+    assert [event["step"] for event in events(folder, "step")] == list(range(1, step + 1))
+    code, said = andon("audit", "run", cwd=tmp_path)
+    assert code == 0 and f"{step} steps are committed, none missing" in said, said
+    train(f"--train.steps={step}", "--optim.schedule=constant", "--zero.policy=off", cwd=tmp_path, name="whole")
+    whole, found = (manifest(tmp_path / name / "checkpoints" / f"checkpoint-{step}") for name in ("whole", "run"))
+    assert whole.units == found.units
+
+
+def test_over_torch_a_coordinator_that_dies_ends_its_workers_with_a_sentence(tmp_path: Path) -> None:
+    with coordinating(tmp_path, "--workers=2", "--group.transport=torch", *LONG) as (coordinator, address):
         workers = [start("worker", address, cwd=tmp_path) for _ in range(2)]
         wait_for_step(tmp_path / "run", 2, coordinator)
         coordinator.kill()

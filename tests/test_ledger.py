@@ -41,7 +41,8 @@ def test_a_ledger_goes_on_where_a_resumed_run_starts(tmp_path: Path) -> None:
     with open(tmp_path / FILE, "ab") as file:
         file.write(b'{"step": 4, "gen')  # a kill has cut it short
     again = Ledger(tmp_path, 2)
-    assert again.generation == 0
+    assert again.generation == 0 and again.hosts == ["here"] and again.chain.step == 3
+    again.start()
     again.begin(1, ["here"])
     again.commit(record(3, generation=1))
     again.close()

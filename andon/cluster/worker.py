@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +63,8 @@ def work(address: tuple[str, int], access: Access) -> int:
         config, tokens = _prepare(job, client, access)
         # What a worker that joins a run needs is built before the others wait for it.
         session = _load(config, tokens, client, job) if job.get("joins") else None
-        client.enter({"data": tokens.digest, "folder": read_mark(config.run.dir)})
+        client.folder_mark = partial(read_mark, config.run.dir)
+        client.enter({"data": tokens.digest, "folder": client.folder_mark()})
         who = f"Rank {client.rank} of {client.world_size}" if client.rank >= 0 else "Ready"
         access.say(f"{who}; waiting until all have joined")
         if not client.wait_for_generation():
@@ -185,7 +187,7 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
     from andon.transport.base import Settings
 
     config, since = session.config, time.monotonic()
-    resume, later = Path(job["resume"]) if job["resume"] else None, bool(job.get("joins"))
+    resume = Path(job["resume"]) if job["resume"] else None
     while True:
         settings = Settings(
             config.group.timeout,
@@ -200,7 +202,8 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
         try:
             with open_configured(config, client, settings) as group, _leaving(session, group):
                 client.watch(group)
-                stopped = session.go_on(group, client.recorded, since) if later else session.train(group, resume)
+                known = client.recorded, since
+                stopped = session.go_on(group, *known) if client.later else session.train(group, resume)
             session.close()
             return EXIT_STOPPED if stopped else 0
         except JidokaHalt as halt:
@@ -213,7 +216,7 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
                 raise
             why, error = _with_host(str(failure), client), failure
             log(why)
-        since, later = time.monotonic(), True
+        since = time.monotonic()
         if not client.part(why, getattr(error, "rank", SOMEONE) if error else None):
             if session.is_over or client.released:
                 return 0

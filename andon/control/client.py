@@ -15,6 +15,7 @@ import ssl
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ CONNECT_SECONDS = 10.0
 RENDEZVOUS_SECONDS = 300.0  # that ranks get to meet: some load torch from a slow disk
 RETRY_SECONDS = 0.5
 ATTEMPTS = 3  # to prove that this process knows the token
+RETURN_SECONDS = 60.0  # that a coordinator gets to come back
+BUFFERED = ("event", "commit", "back", "part", "failed", "bye")  # what is said while it is gone
+MOST_BUFFERED = 10_000
 LEAVE_SECONDS = 2.0  # that a worker gets to end in an orderly way when another one is lost
 Say = Callable[[str], None]
 
@@ -45,7 +49,7 @@ Say = Callable[[str], None]
 class CoordinatorClient:
     """A worker's side of the control link: its rank, the rendezvous, events out and the wish to stop in."""
 
-    def __init__(self, sock: socket.socket, token: str) -> None:
+    def __init__(self, sock: socket.socket, token: str, wanted: int | None = None) -> None:
         self.link = ControlLink(sock, FROM_COORDINATOR)
         self.rank, self.world_size, self.local_rank = -1, 0, 0
         self.host = self.link.local
@@ -61,6 +65,8 @@ class CoordinatorClient:
         """Whether the run goes on without a rank that is lost."""
         self.released = False
         """Whether the run goes on without this worker, because it wants fewer."""
+        self.later = False
+        """Whether this is not the first generation, so that others may have the run's state."""
         self.recorded = 0
         """The last step that the run's ledger had when the generation began."""
         self.server: tuple[str, int] | None = None
@@ -68,9 +74,16 @@ class CoordinatorClient:
         self._group: Abortable | None = None
         self._peer_gone: tuple[int, str] | None = None
         self._turn = threading.Lock()
+        self.way_back: Callable[[], socket.socket] | None = None
+        """Connects to the coordinator again, if it can come back."""
+        self.folder_mark: Callable[[], str] = lambda: ""
+        """The mark of the process that holds the run's folder, as this worker sees it."""
+        self._is_away = False
+        self._new_link: ControlLink | None = None
+        self._unsent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MOST_BUFFERED)
         self.compute_ms: Callable[[], float | None] = lambda: None
         """What forward and backward of the last step took."""
-        self._token, self._leaving, self._asked = token, False, 0
+        self._token, self._wanted, self._leaving, self._asked = token, wanted, False, 0
         self._inbox: queue.SimpleQueue[Message | bytes | None] = queue.SimpleQueue()
         self._answers: dict[int, queue.SimpleQueue[str | None]] = {}
         self._lost = ""
@@ -81,8 +94,12 @@ class CoordinatorClient:
         self._loop.start()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message, without waiting for it to be taken."""
-        self.link.queue(kind, **fields)
+        """Send a message, without waiting for it to be taken; while the coordinator is gone, what matters waits."""
+        with self._turn:
+            if not self._is_away:
+                self.link.queue(kind, **fields)
+            elif kind in BUFFERED:
+                self._unsent.append((kind, fields))
         self._loop.wake()
 
     def receive(self, *expected: str, timeout: float | None = None) -> Message:
@@ -132,6 +149,7 @@ class CoordinatorClient:
         self.keys = LinkKeys(message["generation"], issued).sealed(self._token)
         self.rank, self.world_size, self.recorded = message["rank"], message["world_size"], message["recorded"]
         self.hosts, self.host, self.local_rank = message["hosts"], message["host"], message["local_rank"]
+        self.later = bool(message["later"])
         return True
 
     def part(self, why: str, lost: int | None) -> bool:
@@ -226,6 +244,9 @@ class CoordinatorClient:
             assert isinstance(message, dict)
             self._inbox.put(message)
             self._peer_lost(message["rank"], message["why"])
+        elif kind == "refused" and self._begun:
+            assert isinstance(message, dict)
+            self._end_soon(f"the coordinator has refused it: {message['reason']}")
         elif kind != "alive":
             if kind == "begin":
                 with self._turn:
@@ -247,10 +268,42 @@ class CoordinatorClient:
         if self._leaving:
             return
         self._lost = why
-        self._inbox.put(None)
         for answers in list(self._answers.values()):
             answers.put(None)
-        self._end_soon(f"the coordinator at {link.remote} was lost: {why}")
+        what = f"the coordinator at {link.remote} was lost: {why}"
+        if self.goes_on and self._begun and self.way_back:
+            with self._turn:
+                self._is_away = True
+            self._inbox.put({"kind": "lost", "rank": COORDINATOR, "why": why})  # whoever is at a rendezvous leaves it
+            threading.Thread(target=self._find_back, args=[what], name="andon-return", daemon=True).start()
+            return
+        self._inbox.put(None)
+        self._end_soon(what)
+
+    def _find_back(self, what: str) -> None:
+        """Connect to the coordinator again, as soon as it is back; without it the worker ends."""
+        until = time.monotonic() + RETURN_SECONDS
+        while time.monotonic() < until and not self._leaving:
+            try:
+                assert self.way_back
+                self._new_link = ControlLink(self.way_back(), FROM_COORDINATOR)
+                self._loop.wake()
+                return
+            except (GroupError, OSError):
+                time.sleep(RETRY_SECONDS)
+        self._end_soon(what)
+
+    def _return(self, link: ControlLink) -> None:
+        """The coordinator is back: say who this is, and what was said meanwhile; in the loop's thread."""
+        me = {"host": socket.gethostname(), "machine": machine_id(), "pid": os.getpid(), "rank": self._wanted}
+        generation = self.keys.generation if self.keys else -1
+        link.queue("again", version=VERSION, **me, generation=generation, member=self.rank, folder=self.folder_mark())
+        with self._turn:
+            for kind, fields in self._unsent:
+                link.queue(kind, **fields)
+            self._unsent.clear()
+            self.link, self._is_away = link, False
+        self._loop.add(link)
 
     def _end_soon(self, why: str) -> None:
         def end() -> None:
@@ -265,7 +318,10 @@ class CoordinatorClient:
         """There is nothing but the one link."""
 
     def on_tick(self) -> None:
-        """Nothing is due."""
+        """A connection to a coordinator that is back may be there."""
+        link, self._new_link = self._new_link, None
+        if link:
+            self._return(link)
 
     def on_crash(self, error: Exception) -> None:
         """As if the coordinator were lost."""
@@ -320,11 +376,14 @@ def join(
                 say(f"Waiting up to {patience:.0f} s for the coordinator at {address[0]}:{address[1]} ({reason})")
                 waited = True
             time.sleep(RETRY_SECONDS)
-    client = CoordinatorClient(sock, token)
+    client = CoordinatorClient(sock, token, rank)
     client.send("hello", version=VERSION, host=socket.gethostname(), machine=machine_id(), pid=os.getpid(), rank=rank)
     try:
         job = client.receive("job")
         client.goes_on = bool(job.get("goes_on"))
+        if patience:  # whoever waited for the coordinator waits for it again
+            hello = Hello(0, 0, 0, "control")
+            client.way_back = lambda: connect(address, COORDINATOR, hello, token.encode(), CONNECT_SECONDS, tls)
         return job, client
     except BaseException:
         client.close()

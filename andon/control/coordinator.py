@@ -221,6 +221,8 @@ class Coordinator:
             self._stragglers.hear(worker, message, self._workers.values())
         elif worker.phase is Phase.KNOWN and kind == "hello":
             self._greet(worker, message)
+        elif worker.phase is Phase.KNOWN and kind == "again":
+            self._greet_again(worker, message)
         elif worker.phase is Phase.PREPARING and kind in ("fetch", "ready", "failed"):
             self._prepare(worker, message)
         elif worker.phase is Phase.MEMBER and kind in MEMBERS_SAY:
@@ -240,6 +242,14 @@ class Coordinator:
         else:
             worker.phase = Phase.PREPARING
             worker.link.queue("job", **self.job, goes_on=bool(self.succession.goes_on), joins=self.begun)
+
+    def _greet_again(self, worker: Worker, again: Message) -> None:
+        """A member that has lost its coordinator, or that was cut off from it."""
+        worker.introduce(again)
+        self._heard_of.add(worker.pid)
+        worker.sees_folder = again["folder"] == self.job["folder_mark"]
+        if again["version"] != VERSION or not self.succession.come_back(worker, again["generation"], again["member"]):
+            self._refuse(worker, f"the run has gone on without generation {again['generation']}")
 
     @property
     def _why_full(self) -> str:

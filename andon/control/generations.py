@@ -30,6 +30,10 @@ class Generations(Generic[W]):
         self.parted: set[W] = set()
         self.waiting: list[W] = []
         self.released: set[W] = set()
+        self.returning = False
+        """Whether members may still come back to a coordinator that was gone: until then no generation begins."""
+        self.renew = False
+        """Whether the members should part, though nobody comes or goes."""
         self.over = False
         """Whether a member has left for good: then no other generation begins."""
 
@@ -41,7 +45,8 @@ class Generations(Generic[W]):
     @property
     def change_is_due(self) -> bool:
         """Whether the members should part after their step, because somebody waits who could take part, or is to go."""
-        return bool(self.waiting or self.released) and not self.over and self.number >= 0
+        change = self.waiting or self.released or (self.renew and not self.returning)
+        return bool(change) and not self.over and self.number >= 0
 
     def resize(self, wanted: int) -> None:
         """From now on so many workers are wanted: the last ones are released if there are more."""
@@ -54,6 +59,11 @@ class Generations(Generic[W]):
         """A worker could take part."""
         if worker not in self.waiting and worker not in self.members:
             self.waiting.append(worker)
+
+    def come_back(self, worker: W, rank: int) -> None:
+        """A member of the current generation is here again."""
+        self.number = max(self.number, 0)
+        self.members.insert(min(rank, len(self.members)), worker)
 
     def part(self, worker: W) -> None:
         """A member has left the group of the current generation and waits for the next one."""
@@ -74,11 +84,11 @@ class Generations(Generic[W]):
 
     def next(self) -> list[W] | None:
         """Begin the next generation, if it can; its members by rank: first those who have the run's state."""
-        if self.over or len(self.parted) < len(self.members):
+        if self.over or self.returning or len(self.parted) < len(self.members):
             return None
         together = [worker for worker in self.members + self.waiting if worker not in self.released]
         if len(together) < (self.needed if self.number >= 0 else self.wanted):
             return None
         self.number += 1
-        self.members, self.parted, self.waiting, self.released = together, set(), [], set()
+        self.members, self.parted, self.waiting, self.released, self.renew = together, set(), [], set(), False
         return together

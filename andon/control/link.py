@@ -5,13 +5,15 @@ One frame per message (tag 0x10, then a JSON object with its `kind`); bytes of a
 0x11). The dialogue:
   worker       hello    "here I am: this version, host, machine and process"
   coordinator  job      "this is the whole configuration, and the digest of the data"
+  worker       again    "you have come back, or I have: I am this rank of this generation"   (instead of hello)
   worker       fetch    "I have no data with this digest: send it"
   coordinator  file     "a file of this name and size follows"   (with size -1: that was the last one)
   worker       ready    "I have data with this digest"
   coordinator  welcome  "you will be this rank of so many"   (rank -1: you will know when the next generation begins;
                         or refused, with the reason, at any point before)
   coordinator  begin    "this generation begins: you are this rank of so many, these are the hosts of all ranks, your
-                        address, the keys of your links and the star's server; the ledger has recorded this step"
+                        address, the keys of your links and the star's server; the ledger has recorded this step,
+                        and others may have the run's state (later)"
   worker       value    "my value for this topic of the rendezvous is …"  (addresses, when a group is formed)
   coordinator  values   "these are everyone's values, by rank"
   worker       store    "set, get, check or add to a key of torch's store"
@@ -64,6 +66,10 @@ MAYBE_INT: Final = (int, type(None))
 FROM_WORKER: Final[dict[str, Fields]] = {
     "alive": {},
     "hello": {"version": str, "host": str, "machine": str, "pid": int, "rank": MAYBE_INT},
+    "again": {
+        **{"version": str, "host": str, "machine": str, "pid": int, "rank": MAYBE_INT},
+        **{"generation": int, "member": int, "folder": str},
+    },
     "fetch": {},
     "ready": {"data": str, "folder": str},
     "value": {"topic": str, "value": str},
@@ -82,7 +88,7 @@ FROM_COORDINATOR: Final[dict[str, Fields]] = {
     "refused": {"reason": str},
     "welcome": {"rank": int, "world_size": int},
     "begin": {
-        **{"generation": int, "rank": int, "world_size": int, "recorded": int},
+        **{"generation": int, "rank": int, "world_size": int, "recorded": int, "later": int},
         **{"hosts": list, "host": str, "local_rank": int, "keys": dict, "server": (list, type(None))},
     },
     "values": {"topic": str, "values": list},

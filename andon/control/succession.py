@@ -23,6 +23,8 @@ from andon.transport.base import ProtocolError
 WITHOUT_PROGRESS: Final = 20
 """Generations in a row that commit nothing, after which the run ends."""
 MOST_SLOTS: Final = 1 << 16
+RETURN_SECONDS: Final = 5.0
+"""That the members of a generation get to come back, once one of them has."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Succession:
         """The newest step that events tell of."""
         self._first = self.ledger.generation + 1 if self.ledger else 0
         self._parting_since = float("inf")
-        self._begun_at, self._without_progress = -1, 0
+        self._begun_at, self._without_progress, self._return_by = -1, 0, float("inf")
         self._unsaid: dict[int, Event] = {}
         """Losses, by rank, that nobody was told of yet."""
         self._seen: dict[int, str] = {}
@@ -68,6 +70,43 @@ class Succession:
     def begun(self) -> bool:
         """Whether the first generation has begun."""
         return self.generations.number >= 0
+
+    def come_back(self, worker: Worker, generation: int, rank: int) -> bool:
+        """A worker says that it is a member of a generation; whether that is the last one, and it takes part again.
+
+        To a new coordinator all members come back, and then part: the next generation has the keys, the server and the
+        folder of this coordinator."""
+        generations = self.generations
+        if not self.goes_on or not self.ledger or self.over or generation != self.ledger.generation:
+            return False
+        if any(member.rank == rank for member in generations.members) or not 0 <= rank < len(self.ledger.hosts):
+            return False
+        if not self.begun:
+            self._first, generations.renew = generation, True
+        if not generations.members:
+            generations.returning, self._return_by = True, time.monotonic() + RETURN_SECONDS
+            self._emit(event("note", text=f"Workers of generation {generation} come back"))
+        generations.come_back(worker, rank)
+        worker.phase, worker.rank = Phase.MEMBER, rank
+        generations.members.sort(key=lambda member: member.rank)
+        self.processes.add(worker.pid)
+        if len(generations.members) == len(self.ledger.hosts):
+            generations.returning = False
+            self.advance()
+        return True
+
+    def _end_return(self) -> None:
+        """Those who have not come back by now are lost."""
+        assert self.ledger
+        self.generations.returning = False
+        there = {member.rank for member in self.generations.members}
+        for rank, host in enumerate(self.ledger.hosts):
+            if rank not in there:
+                why = "it has not come back to the coordinator"
+                text = f"Rank {rank} on {host} was lost: {why}"
+                self._emit(event("lost", rank=rank, host=host, why=why, text=text))
+                self._tell("lost", rank=rank, host=host, why=why)
+        self.advance()
 
     @property
     def over(self) -> bool:
@@ -162,6 +201,8 @@ class Succession:
             self._say_lost(rank)
         if self.over:
             self._end_parted()
+        if self.generations.returning and time.monotonic() > self._return_by:
+            self._end_return()
         if not self.goes_on or time.monotonic() - self._parting_since < self.goes_on.patience:
             return []
         self._parting_since = float("inf")
@@ -195,6 +236,8 @@ class Succession:
             self._say_lost(rank)
         self._seen.clear()
         generation, size = self._first + self.generations.number, len(members)
+        if first and self.ledger:
+            self.ledger.start()
         recorded = self.ledger.chain.step if self.ledger else 0
         if not self._makes_progress(recorded):
             return
@@ -216,6 +259,7 @@ class Succession:
                 rank=worker.rank,
                 world_size=size,
                 recorded=recorded,
+                later=int(not first),
                 hosts=hosts,
                 host=seat.address,
                 local_rank=seat.local_rank,

@@ -29,21 +29,27 @@ class Ledger:
     """Appends to the ledger of a run."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        """`step` is that of the checkpoint from which the run starts or resumes."""
+        """`step` is that of the checkpoint from which the run starts or resumes, unless its workers still train."""
         path = folder / FILE
         cut_last_line(path)
-        self.generation, self.chain = -1, Chain(step)
+        self.generation, self.hosts, self._step = -1, list[str](), step
         last = 0
         for known in read(path) if path.exists() else ():
             self.generation = known["generation"]
+            self.hosts = known.get("hosts", self.hosts)
             last = known.get("step", known.get("back", last))
+        self.chain = Chain(last)
         self._file = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (closed by close)
         self._lines, self._closing, self._failed = bytearray(), False, False
         self._turn = threading.Condition()
         self._writer = threading.Thread(target=self._flush, name="andon-ledger", daemon=True)
         self._writer.start()
-        if last != step:
-            self._write({"back": step, "generation": self.generation})
+
+    def start(self) -> None:
+        """The run starts or resumes from its checkpoint: nobody has come back who still trains."""
+        if self.chain.step != self._step:
+            self._write({"back": self._step, "generation": self.generation})
+            self.chain = Chain(self._step)
 
     def begin(self, generation: int, hosts: list[str]) -> None:
         """A generation is about to begin."""
