@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -28,7 +29,7 @@ from andon.control.token import FILE, VARIABLE, Credentials, environment, new_to
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
 from andon.run.display import Display, show_error, show_plan
-from andon.run.events import Emit, Event, Recorder, event
+from andon.run.events import Emit, Event, Recorder, event, last_step
 from andon.run.folder import RunFolder, read_mark
 from andon.run.ledger import Ledger
 from andon.run.prepare import prepare_tokens
@@ -231,7 +232,8 @@ def _goes_on(config: Config, folder: RunFolder, checkpoint: Path | None, stack: 
     ledger = Ledger(folder.folder, step_of(checkpoint) if checkpoint else 0)
     stack.callback(ledger.close)
     possible = TRANSPORTS[config.group.transport].goes_on
-    return GoesOn(config.min_workers, config.group.timeout, ledger, possible=possible)
+    told = partial(last_step, folder.folder)
+    return GoesOn(config.min_workers, config.group.timeout, ledger, told_step=told, possible=possible)
 
 
 @contextlib.contextmanager

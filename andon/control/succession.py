@@ -38,6 +38,8 @@ class GoesOn:
     ledger: Ledger
     server: Callable[[int, int], tuple[str, int] | None] = lambda generation, world_size: None
     """Has a star's server serve a generation of so many; its address."""
+    told_step: Callable[[], int] = lambda: -1
+    """The newest step that the events of the run tell of, if the coordinator has come back."""
     possible: bool = True
     """Whether its transport can go on: otherwise there is the ledger, but only one generation."""
 
@@ -82,7 +84,7 @@ class Succession:
         if any(member.rank == rank for member in generations.members) or not 0 <= rank < len(self.ledger.hosts):
             return False
         if not self.begun:
-            self._first, generations.renew = generation, True
+            self._first, generations.renew, self.told_step = generation, True, self.goes_on.told_step()
         if not generations.members:
             generations.returning, self._return_by = True, time.monotonic() + RETURN_SECONDS
             self._emit(event("note", text=f"Workers of generation {generation} come back"))

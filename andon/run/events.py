@@ -239,6 +239,14 @@ def cut_last_line(path: Path) -> None:
             os.truncate(path, data.rfind(b"\n") + 1)
 
 
+def last_step(folder: Path) -> int:
+    """The newest step that the events of a run tell of; -1 if they tell of none."""
+    try:
+        return max((event["step"] for event in read(folder) if event["event"] == "step"), default=-1)
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
+
+
 def read(folder: Path) -> Iterator[Event]:
     """The events of a run, without an incomplete last line."""
     with open(folder / "metrics.jsonl", encoding="utf-8") as file:
