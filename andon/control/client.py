@@ -42,6 +42,7 @@ ATTEMPTS = 3  # to prove that this process knows the token
 RETURN_SECONDS = 60.0  # that a coordinator gets to come back
 BUFFERED = ("event", "commit", "back", "part", "failed", "bye")  # what is said while it is gone
 MOST_BUFFERED = 10_000
+RECENT = 128
 LEAVE_SECONDS = 2.0  # that a worker gets to end in an orderly way when another one is lost
 Say = Callable[[str], None]
 
@@ -80,6 +81,8 @@ class CoordinatorClient:
         """The mark of the process that holds the run's folder, as this worker sees it."""
         self._is_away = False
         self._new_link: ControlLink | None = None
+        self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
+        """What was said of steps, and may not have reached a coordinator that is lost."""
         self._unsent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MOST_BUFFERED)
         self.compute_ms: Callable[[], float | None] = lambda: None
         """What forward and backward of the last step took."""
@@ -98,6 +101,8 @@ class CoordinatorClient:
         with self._turn:
             if not self._is_away:
                 self.link.queue(kind, **fields)
+                if kind == "commit" or (kind == "event" and fields["event"]["event"] == "step"):
+                    self._recent.append((kind, fields))
             elif kind in BUFFERED:
                 self._unsent.append((kind, fields))
         self._loop.wake()
@@ -299,7 +304,7 @@ class CoordinatorClient:
         generation = self.keys.generation if self.keys else -1
         link.queue("again", version=VERSION, **me, generation=generation, member=self.rank, folder=self.folder_mark())
         with self._turn:
-            for kind, fields in self._unsent:
+            for kind, fields in [*self._recent, *self._unsent]:
                 link.queue(kind, **fields)
             self._unsent.clear()
             self.link, self._is_away = link, False
