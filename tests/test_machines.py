@@ -10,22 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.group_harness import busy
 from tests.network import Host, Weather, network
-from tests.runs import SMALL, events, events_so_far, summary, train, wait_for_step
+from tests.runs import SMALL, events, events_so_far, soak, summary, train, wait_for_step
 
 STEPS = ["--train.steps=8"]
 TOKEN = {"ANDON_TOKEN": "the token of the tests"}
 SECONDS = float(os.environ.get("ANDON_SOAK_COUNT") or "600")
-
-
-def soak(*values: str) -> Any:
-    """A case that only the long version of a test tries."""
-    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 def end(process: subprocess.Popen[str], timeout: float = 60) -> str:

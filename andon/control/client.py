@@ -44,6 +44,8 @@ BUFFERED = ("event", "commit", "back", "part", "failed", "bye")  # what is said 
 MOST_BUFFERED = 10_000
 RECENT = 128
 LEAVE_SECONDS = 2.0  # that a worker gets to end in an orderly way when another one is lost
+MOST_PIECES = 64  # of the data, 256 KB each, that may wait for the disk
+PIECE_PAUSE = 0.2
 Say = Callable[[str], None]
 
 
@@ -253,6 +255,8 @@ class CoordinatorClient:
             assert isinstance(message, dict)
             self._end_soon(f"the coordinator has refused it: {message['reason']}")
         elif kind != "alive":
+            if isinstance(message, bytes) and self._inbox.qsize() > MOST_PIECES:
+                time.sleep(PIECE_PAUSE)  # the disk is slower than the network, which has to wait for it
             if kind == "begin":
                 with self._turn:
                     self._begun, self._peer_gone = True, None

@@ -552,7 +552,7 @@ MUTANTS = [
         "control/loop.py",
         'link.queue("alive", **self.owner.status())',
         "pass",
-        ("test_coordinator.py::test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends",),
+        ("test_coordinator.py::test_survivors_go_on_and_another_worker_joins",),
     ),
     Mutant(
         "silence-is-life",
@@ -560,7 +560,7 @@ MUTANTS = [
         "control/loop.py",
         "elif now - link.heard > DEAD_AFTER:",
         "elif now < 0:",
-        ("test_coordinator.py::test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends",),
+        ("test_coordinator.py::test_survivors_go_on_and_another_worker_joins",),
     ),
     Mutant(
         "forged-results",
