@@ -15,7 +15,6 @@ import ssl
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 from andon.control.files import Receiver
 from andon.control.link import FROM_COORDINATOR, ControlLink, Message
 from andon.control.loop import Loop
+from andon.control.outbox import Outbox
 from andon.errors import EXIT_USER_ERROR, UserError, harmless
 from andon.machine import machine_id
 from andon.run.events import Event
@@ -40,9 +40,6 @@ RENDEZVOUS_SECONDS = 300.0  # that ranks get to meet: some load torch from a slo
 RETRY_SECONDS = 0.5
 ATTEMPTS = 3  # to prove that this process knows the token
 RETURN_SECONDS = 60.0  # that a coordinator gets to come back
-BUFFERED = ("event", "commit", "back", "part", "failed", "bye")  # what is said while it is gone
-MOST_BUFFERED = 10_000
-RECENT = 128
 LEAVE_SECONDS = 2.0  # that a worker gets to end in an orderly way when another one is lost
 MOST_PIECES = 64  # of the data, 256 KB each, that may wait for the disk
 PIECE_PAUSE = 0.2
@@ -81,11 +78,8 @@ class CoordinatorClient:
         """Connects to the coordinator again, if it can come back."""
         self.folder_mark: Callable[[], str] = lambda: ""
         """The mark of the process that holds the run's folder, as this worker sees it."""
-        self._is_away = False
+        self._outbox = Outbox(self.link)
         self._new_link: ControlLink | None = None
-        self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
-        """What was said of steps, and may not have reached a coordinator that is lost."""
-        self._unsent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MOST_BUFFERED)
         self.compute_ms: Callable[[], float | None] = lambda: None
         """What forward and backward of the last step took."""
         self._token, self._wanted, self._leaving, self._asked = token, wanted, False, 0
@@ -100,13 +94,7 @@ class CoordinatorClient:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message, without waiting for it to be taken; while the coordinator is gone, what matters waits."""
-        with self._turn:
-            if not self._is_away:
-                self.link.queue(kind, **fields)
-                if kind == "commit" or (kind == "event" and fields["event"]["event"] == "step"):
-                    self._recent.append((kind, fields))
-            elif kind in BUFFERED:
-                self._unsent.append((kind, fields))
+        self._outbox.send(kind, fields)
         self._loop.wake()
 
     def receive(self, *expected: str, timeout: float | None = None) -> Message:
@@ -281,8 +269,7 @@ class CoordinatorClient:
             answers.put(None)
         what = f"the coordinator at {link.remote} was lost: {why}"
         if self.goes_on and self._begun and self.way_back:
-            with self._turn:
-                self._is_away = True
+            self._outbox.lose_link()
             self._inbox.put({"kind": "lost", "rank": COORDINATOR, "why": why})  # whoever is at a rendezvous leaves it
             threading.Thread(target=self._find_back, args=[what], name="andon-return", daemon=True).start()
             return
@@ -307,11 +294,8 @@ class CoordinatorClient:
         me = {"host": socket.gethostname(), "machine": machine_id(), "pid": os.getpid(), "rank": self._wanted}
         generation = self.keys.generation if self.keys else -1
         link.queue("again", version=VERSION, **me, generation=generation, member=self.rank, folder=self.folder_mark())
-        with self._turn:
-            for kind, fields in [*self._recent, *self._unsent]:
-                link.queue(kind, **fields)
-            self._unsent.clear()
-            self.link, self._is_away = link, False
+        self._outbox.take_link(link)
+        self.link = link
         self._loop.add(link)
 
     def _end_soon(self, why: str) -> None:
