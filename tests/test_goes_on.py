@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -17,12 +15,9 @@ import psutil
 import pytest
 
 from andon.checkpoint.manifest import read as manifest
-from andon.control.quarantine import SETTLED
 from tests.group_harness import busy
-from tests.runs import SMALL, andon, ctrl_c, events, finish, start, summary, train, wait_for_step
+from tests.runs import SMALL, andon, ctrl_c, events, finish, start, train, wait_for_step
 
-SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
-COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "200")
 OFF, EVEN, TWICE = ["--zero.policy=off"], ["--zero.policy=even"], ["--zero.policy=even", "--zero.replicas=2"]
 
 
@@ -246,43 +241,3 @@ def test_a_script_survives_the_loss_of_a_worker(tmp_path: Path, zero: str, victi
     assert (run / "digest").read_text() == (alone / "digest").read_text()
     lines = [json.loads(line) for line in (run / "runs" / "mine" / "ledger.jsonl").read_text().splitlines()]
     assert [len(line["hosts"]) for line in lines if "hosts" in line][0::2] in ([3, 3], [3])
-
-
-def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> tuple[dict[str, Any], list[float]]:
-    """Kill a random worker at random moments, then let the run end: its summary, and the seconds without a step."""
-    chance, gaps = random.Random(seed), []
-    process = run_of(cwd, *options, executed=True)
-    for _ in range(kills):
-        time.sleep(chance.uniform(0.1, 2.0))
-        wait_for(process, lambda: len(members_of(process, cwd / "run")) > 1)
-        if not (workers := members_of(process, cwd / "run")):
-            break  # it has come to its end
-        at = time.time()
-        chance.choice(workers).kill()
-        wait_for(process, lambda at=at: steps_after(cwd / "run", at), 10.0)
-        gaps += [event["time"] - at for event in steps_after(cwd / "run", at)[:1]]
-        # Whoever is killed again and again before it has done ten steps would be quarantined.
-        wait_for(process, lambda at=at: steps_after(cwd / "run", at)[SETTLED:])
-    output = finish(process)
-    assert process.returncode == 0, output
-    code, said = andon("audit", "run", cwd=cwd)
-    assert code == 0, said
-    print(f"{len(gaps)} kills: median {statistics.median(gaps):.2f} s, worst {max(gaps):.2f} s; {said}")
-    return summary(cwd / "run"), gaps
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize(
-    ("transport", "zero", "share"),
-    [("shm", OFF, 1.0), ("star", OFF, 1.0), ("ring", TWICE, 1.0), ("shm", EVEN, 0.25)],
-    ids=["shm", "star", "ring", "shm-without-replicas"],
-)
-def test_many_kills_never_change_the_answer(tmp_path: Path, transport: str, zero: list[str], share: float) -> None:
-    kills = max(1, int(COUNT * share))
-    options = [f"--train.steps={60 * kills + 100}", "--eval.every=100", "--checkpoint.every=20", *zero]
-    whole = train(*options, "--optim.schedule=constant", cwd=tmp_path, name="whole")
-    found, gaps = kill_again_and_again(tmp_path, kills, SEED, "--workers=4", f"--group.transport={transport}", *options)
-    if transport != "ring":  # its order of addition depends on its size
-        assert found["weights_blake3"] == whole["weights_blake3"]
-    assert max(gaps) < 10.0 * busy()
