@@ -74,6 +74,10 @@ class Host:
         """A black hole: from now on nothing arrives, and nobody is told."""
         _run("bridge", "-n", self.switch, "link", "set", "dev", self.port, "state", "0")
 
+    def mend(self) -> None:
+        """The end of the black hole."""
+        _run("bridge", "-n", self.switch, "link", "set", "dev", self.port, "state", "3")
+
     def popen(self, *command: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
         """Start a command on this machine."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *command]

@@ -102,8 +102,9 @@ def test_a_run_goes_on_without_a_machine_that_falls_silent_within_six_seconds(tm
         assert lost["host"] == "gamma" and generation["workers"] == 2
         assert generation["time"] - began < 6.5 * busy(), (lost, generation)
         wait_for_step(tmp_path / "run", generation["step"] + 2, coordinator)
-        output = end(workers["gamma"], 20)
-        assert workers["gamma"].returncode == 1 and "was lost" in output and "Traceback" not in output, output
+        hosts["gamma"].mend()
+        output = end(workers["gamma"], 40)
+        assert workers["gamma"].returncode == 1 and "refused" in output and "Traceback" not in output, output
         coordinator.send_signal(signal.SIGINT)
         assert all(end(workers[name], 20) and workers[name].returncode == 4 for name in ("alpha", "beta"))
         assert end(coordinator, 20) and coordinator.returncode == 4
