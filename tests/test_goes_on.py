@@ -130,7 +130,7 @@ def test_without_replicas_all_go_back_to_the_newest_checkpoint(tmp_path: Path) -
     )
     wait_for(process, lambda: events(folder, "checkpoint"))
     members_of(process, folder)[0].kill()
-    wait_for_generation(folder, process, 1)
+    wait_for(process, lambda: events(folder, "generation"))
     at = time.time()
     wait_for(process, lambda: steps_after(folder, at)[3:])
     step, output = stop(process, folder)
