@@ -317,7 +317,8 @@ class CoordinatorClient:
             self._return(link)
 
     def on_crash(self, error: Exception) -> None:
-        """As if the coordinator were lost."""
+        """As if the coordinator were lost, and for good."""
+        self.way_back = None
         self.on_lost(self.link, f"{type(error).__name__}: {error}")
 
     def status(self) -> Message:

@@ -168,6 +168,8 @@ class Coordinator:
         for worker in self.succession.tick():
             self._loop.drop(worker.link)
             self.on_lost(worker.link, "it made no progress, and the others go on without it")
+        if self._stopping and self.begun and self.succession.waits:
+            self.succession.end("It was stopped while it waited for workers")
         if self.succession.impossible and not self.failures:
             remedy = "Look at the logs, then run the same command again: it resumes from the newest checkpoint"
             self.failures.append(UserError("The run cannot go on", self.succession.impossible, remedy))

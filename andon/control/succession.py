@@ -116,6 +116,11 @@ class Succession:
         return self.generations.over
 
     @property
+    def waits(self) -> bool:
+        """Whether nobody trains: the members have parted, and are too few to go on."""
+        return not self.over and len(self.generations.parted) == len(self.generations.members)
+
+    @property
     def takes_more(self) -> bool:
         """Whether another worker could take part."""
         return not self.over and not self.generations.full and (bool(self.goes_on) or not self.begun)

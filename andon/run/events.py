@@ -23,6 +23,7 @@ Emit = Callable[[Event], None]
 MOST_WAITING = 64 << 20  # bytes of events that may wait for a disk
 RETRY_SECONDS = 1.0  # until a disk that failed is tried again
 CLOSE_SECONDS = 10.0  # that the disk gets at the end of the run
+TAIL_BYTES = 1 << 18  # in which the last step of a run is looked for
 OWN_FILES = {"done": "summary.json", "halt": "halt.json"}
 
 
@@ -240,9 +241,12 @@ def cut_last_line(path: Path) -> None:
 
 
 def last_step(folder: Path) -> int:
-    """The newest step that the events of a run tell of; -1 if they tell of none."""
+    """The step that the last events of a run tell of; -1 if they tell of none."""
     try:
-        return max((event["step"] for event in read(folder) if event["event"] == "step"), default=-1)
+        with open(folder / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            found = [json.loads(line) for line in file.read().split(b"\n")[1:-1]]
+        return max((event["step"] for event in found if event["event"] == "step"), default=-1)
     except (OSError, ValueError, KeyError, TypeError):
         return -1
 

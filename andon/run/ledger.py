@@ -22,6 +22,7 @@ from andon.run.events import cut_last_line
 
 FILE = "ledger.jsonl"
 RETRY_SECONDS = 1.0  # until a disk that failed is tried again
+BEGIN_SECONDS = 1.0  # that a generation waits for the disk
 CLOSE_SECONDS = 5.0  # that the disk gets at the end of the run
 
 
@@ -52,9 +53,11 @@ class Ledger:
             self.chain = Chain(self._step)
 
     def begin(self, generation: int, hosts: list[str]) -> None:
-        """A generation is about to begin."""
-        self.generation = generation
+        """A generation is about to begin: it is on the disk before anybody hears of it, if the disk answers in time."""
+        self.generation, self.hosts = generation, hosts
         self._write({"generation": generation, "hosts": hosts})
+        with self._turn:
+            self._turn.wait_for(lambda: not self._lines, BEGIN_SECONDS)
 
     def commit(self, record: dict[str, Any]) -> None:
         """A rank reports a committed step; several may report the same."""
@@ -94,6 +97,7 @@ class Ledger:
                 self._failed, count = True, 0
             with self._turn:
                 del self._lines[:count]
+                self._turn.notify_all()
                 if closing and (self._failed or not self._lines):
                     return
 
