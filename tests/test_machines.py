@@ -23,7 +23,7 @@ SECONDS = float(os.environ.get("ANDON_SOAK_COUNT") or "600")
 
 
 def end(process: subprocess.Popen[str], timeout: float = 60) -> str:
-    return process.communicate(timeout=timeout)[0]
+    return process.communicate(timeout=timeout * busy())[0]
 
 
 def ended_well(*processes: subprocess.Popen[str]) -> bool:
@@ -149,5 +149,5 @@ def test_torchrun_on_two_machines_gives_the_answer(tmp_path: Path, answer: str, 
             command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--master-port=29500", "-m", "andon"]
             options = ["train", *SMALL, *STEPS, "--run.dir=run", f"--group.transport={transport}"]
             processes.append(host.popen(*command, *options, cwd=folder, **TOKEN))
-        assert ended_well(*processes)
+        assert ended_well(*processes)  # loading torch four times takes its time
     assert summary(tmp_path / "alpha" / "run")["weights_blake3"] == answer
