@@ -113,8 +113,8 @@ def test_a_run_goes_on_without_a_machine_that_falls_silent_within_six_seconds(tm
 
 
 def train_over_a_bad_network(tmp_path: Path, transport: str, seconds: float) -> None:
-    options = ["--workers=3", f"--group.transport={transport}", "--train.steps=100000", "--checkpoint.every=0"]
-    with network("alpha", "beta", "gamma", weather=Weather(delay=0.1, jitter=0.03, loss=0.01)) as hosts:
+    options = ["--workers=2", f"--group.transport={transport}", "--train.steps=100000", "--checkpoint.every=0"]
+    with network("alpha", "beta", weather=Weather(delay=0.1, jitter=0.03, loss=0.01)) as hosts:
         coordinator = coordinate(hosts["alpha"], tmp_path, *options)
         workers = [host.start("worker", "alpha", cwd=tmp_path, **TOKEN) for host in hosts.values()]
         wait_for_step(tmp_path / "run", 1, coordinator, 120)
@@ -138,7 +138,7 @@ def test_delay_and_loss_are_no_death_for_long(tmp_path: Path, transport: str) ->
     train_over_a_bad_network(tmp_path, transport, SECONDS)
 
 
-@pytest.mark.parametrize("transport", ["star", soak("ring"), soak("torch")])
+@pytest.mark.parametrize("transport", [soak("star"), soak("ring"), soak("torch")])
 def test_torchrun_on_two_machines_gives_the_answer(tmp_path: Path, answer: str, transport: str) -> None:
     with network("alpha", "beta") as hosts:
         processes = []

@@ -105,7 +105,7 @@ class ShmGroup(Group):
             settings.watch(group)
             try:
                 group._barrier.wait("opening shared memory")
-            except Exception:
+            except BaseException:
                 group.leave()
                 raise
             return group
