@@ -122,11 +122,16 @@ def events_so_far(folder: Path) -> list[dict[str, int]]:
     return [event for event in map(json.loads, lines) if event["event"] == "step"]
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children()
-    except psutil.NoSuchProcess:
-        return []
+def workers_of(process: subprocess.Popen[str], place: str = "") -> list[psutil.Process]:
+    """The workers of `andon train` or `andon run`, or only that of one place, by place."""
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended
+                name = child.name()
+                if name.startswith("andon-rank-") and place in ("", name.rpartition("-")[2]):
+                    found[int(name.rpartition("-")[2])] = child
+    return [found[each] for each in sorted(found)]
 
 
 def listening(process: psutil.Process) -> list[tuple[str, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -16,31 +15,22 @@ import pytest
 
 from andon.checkpoint.manifest import read as manifest
 from tests.group_harness import busy
-from tests.runs import SMALL, andon, ctrl_c, events, finish, start, train, wait_for_step
+from tests.runs import SMALL, andon, ctrl_c, events, finish, start, train, wait_for_step, workers_of
 
 OFF, EVEN, TWICE = ["--zero.policy=off"], ["--zero.policy=even"], ["--zero.policy=even", "--zero.replicas=2"]
-
-
-def workers_of(process: subprocess.Popen[str], place: str = "") -> list[psutil.Process]:
-    """The workers, and not the server of a star; only those of one place, if it is given."""
-    found = []
-    try:
-        for child in psutil.Process(process.pid).children():
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                command = child.cmdline()
-                if "andon.cluster.worker" in command and place in ("", command[-1]):
-                    found.append(child)
-    except psutil.NoSuchProcess:
-        pass
-    return found
 
 
 def members_of(process: subprocess.Popen[str], folder: Path) -> list[psutil.Process]:
     """The workers that have a rank."""
     pids = {event["pid"] for event in events(folder, "worker")}
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [child for child in psutil.Process(process.pid).children() if child.pid in pids]
-    return []
+    return [worker for worker in workers_of(process) if worker.pid in pids]
+
+
+def nursery_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """The process from which workers are forked."""
+    found = workers_of(process)[0].parent()
+    assert found
+    return found
 
 
 def run_of(cwd: Path, *options: str, executed: bool = False) -> subprocess.Popen[str]:
@@ -151,13 +141,12 @@ def test_a_worker_that_was_alone_is_started_again_and_goes_on_from_its_checkpoin
 
 def test_a_worker_that_dies_again_and_again_is_quarantined(tmp_path: Path) -> None:
     long = ["--workers=2", "--train.steps=100000", "--eval.every=0"]
-    process = run_of(tmp_path, *long, *OFF, executed=True)  # so that command lines tell the place of a worker
-    for count in range(3):
-        wait_for(process, lambda: workers_of(process, "1"))
-        workers_of(process, "1")[0].kill()
-        if count == 0:
-            wait_for_generation(tmp_path / "run", process, 1)
-        wait_for(process, lambda before=count: str(events(tmp_path / "run", "note")).count("lost") >= before)
+    process = run_of(tmp_path, *long, *OFF)
+    killed: list[psutil.Process] = []
+    for _ in range(3):  # each as soon as it is there
+        wait_for(process, lambda: [each for each in workers_of(process, "1") if each not in killed])
+        killed.extend(each for each in workers_of(process, "1") if each not in killed)
+        killed[-1].kill()
     wait_for(process, lambda: "is quarantined" in str(events(tmp_path / "run", "note")))
     at = time.time()
     wait_for(process, lambda: steps_after(tmp_path / "run", at)[5:])
@@ -167,13 +156,29 @@ def test_a_worker_that_dies_again_and_again_is_quarantined(tmp_path: Path) -> No
     assert process.returncode == 4, output
 
 
+def test_workers_outlive_the_process_that_forked_them_and_others_are_forked_by_another(tmp_path: Path) -> None:
+    folder, process = tmp_path / "run", run_of(tmp_path, "--workers=2", "--train.steps=100000", "--eval.every=0", *OFF)
+    workers, nursery = workers_of(process), nursery_of(process)
+    nursery.kill()
+    at = time.time()
+    wait_for(process, lambda: steps_after(folder, at)[3:])
+    assert not events(folder, "generation"), "nobody is lost with it"
+    workers[0].kill()
+    wait_for_generation(folder, process, 2)
+    assert nursery_of(process) != nursery
+    stop(process, folder)
+
+
 def test_a_run_with_fewer_workers_than_it_needs_waits_for_more(tmp_path: Path) -> None:
     folder, options = tmp_path / "run", ["--workers=2", "--min_workers=2", "--train.steps=100000", "--eval.every=0"]
     process = run_of(tmp_path, *options, *OFF)
+    os.kill(nursery_of(process).pid, signal.SIGSTOP)
     members_of(process, folder)[0].kill()
+    wait_for(process, lambda: "Waiting for workers: 1 of at least 2" in str(events(folder, "note")))
+    os.kill(nursery_of(process).pid, signal.SIGCONT)
     wait_for_generation(folder, process, 2)
     assert all(event["workers"] == 2 for event in events(folder, "generation"))
-    assert "Waiting for workers: 1 of at least 2" in stop(process, folder)[1]
+    stop(process, folder)
 
 
 @pytest.mark.parametrize(("transport", "zero"), [("auto", OFF), ("shm", EVEN), ("star", TWICE)])
@@ -235,7 +240,7 @@ def test_a_script_survives_the_loss_of_a_worker(tmp_path: Path, zero: str, victi
     assert code == 0, output
     process = start("run", "--workers=3", "mine.py", "150", zero, "0.02", cwd=run)
     wait_for(process, lambda: (run / "steps").exists() and len((run / "steps").read_text().splitlines()) > 20)
-    sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)[victim].kill()
+    workers_of(process)[victim].kill()
     output = finish(process)
     assert process.returncode == 0 and "was lost" in output and "is started again" in output, output
     assert (run / "digest").read_text() == (alone / "digest").read_text()

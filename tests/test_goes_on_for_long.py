@@ -17,7 +17,7 @@ import pytest
 from andon.checkpoint.manifest import read as manifest
 from andon.control.quarantine import SETTLED
 from tests.group_harness import busy
-from tests.runs import SMALL, andon, events, finish, start, summary, train, wait_for_step
+from tests.runs import SMALL, andon, events, finish, start, summary, train, wait_for_step, workers_of
 from tests.test_goes_on import EVEN, OFF, TWICE, members_of, run_of, steps_after, wait_for
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
@@ -111,7 +111,7 @@ def test_the_cnn_with_many_kills_gives_the_undisturbed_digest(tmp_path: Path) ->
 
     def settled() -> list[psutil.Process]:
         age = 5.0 * busy()
-        return [each for each in psutil.Process(process.pid).children() if time.time() - each.create_time() > age]
+        return [each for each in workers_of(process) if time.time() - each.create_time() > age]
 
     for _ in range(kills):
         wait_for(process, lambda: len(settled()) > 1)

@@ -4,7 +4,8 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
@@ -16,7 +17,8 @@ from rich.console import Console
 
 from andon.checkpoint.listing import step_of
 from andon.cluster.bf16 import check_bf16
-from andon.cluster.processes import Command, Workers
+from andon.cluster.nursery import Nursery
+from andon.cluster.processes import Command, Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import StarProcess
 from andon.cluster.worker import START_AGAIN, Access, work
@@ -28,6 +30,7 @@ from andon.control.succession import GoesOn
 from andon.control.token import FILE, VARIABLE, Credentials, environment, new_token, token_of_run
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
+from andon.numerics import kernels
 from andon.run.display import Display, show_error, show_plan
 from andon.run.events import Emit, Event, Recorder, event, last_step
 from andon.run.folder import RunFolder, read_mark
@@ -38,6 +41,7 @@ from andon.transport.base import TRANSPORTS, GroupError, PeerLost
 from andon.transport.tcp.entrance.tls import Tls
 
 LOOPBACK = "127.0.0.1"
+WORKER = ("-m", "andon.cluster.worker")
 PORT = 29411
 """Where a coordinator listens, unless told otherwise."""
 
@@ -131,7 +135,6 @@ def _coordinate(
     config: Config, folder: RunFolder, checkpoint: Path | None, console: Console, door: Door | None = None
 ) -> int:
     """Coordinate a run: start its workers here, or wait at a door for those that are started elsewhere."""
-    tokens = prepare_tokens(config, console)
     logs = config.run.dir / "logs"
     workers: Workers | None = None
     kinds: set[str] = set()
@@ -152,6 +155,8 @@ def _coordinate(
     token = token_of_run(folder.folder) if door else new_token()
     credentials = Credentials(token, door.tls if door else None)
     with contextlib.ExitStack() as stack:
+        begin = None if door else _starter(config, token, logs, stack)  # loads torch meanwhile
+        tokens = prepare_tokens(config, console)
         recorder, emit = stack.enter_context(recording(config, folder, console))
         goes_on = _goes_on(config, folder, checkpoint, stack)
         transport = TRANSPORTS[config.group.transport]
@@ -170,16 +175,16 @@ def _coordinate(
         listening = _listening(job, Members(config.workers, goes_on), on_event, credentials, door or Door(LOOPBACK, 0))
         coordinator = stack.enter_context(listening)
         save_on_signal(save, quit_now)
-        if door:
+        if not begin:
+            assert door
             _invite(config, coordinator, door.tls, console)
             code = coordinator.wait()
         else:
-            place = [coordinator.address[0], str(coordinator.address[1])]
-            commands = [
-                Command(["-m", "andon.cluster.worker", *place, str(rank)], environment(token))
-                for rank in range(config.train.slots)
-            ]
-            workers = stack.enter_context(Workers(commands, config.threads, logs, config.restarts))
+
+            def start(place: int, log: Path) -> Process:
+                return begin([coordinator.address[0], str(coordinator.address[1]), str(place)], log)
+
+            workers = stack.enter_context(Workers(start, logs, config.restarts))
             wish = Wish(folder.folder)
             if transport.goes_on:
                 workers.wishes = lambda: wish.new(config.workers, config.train.slots)
@@ -203,6 +208,17 @@ def _coordinate(
         cause = "Every rank said goodbye, and none reported a result"
         raise UserError("The run ended before its last step", cause, "Start it again: it resumes")
     return code
+
+
+def _starter(
+    config: Config, token: str, logs: Path, stack: contextlib.ExitStack
+) -> Callable[[Sequence[str], Path], Process]:
+    """What starts the workers of this machine, with their arguments and their log."""
+    own = environment(token)
+    if sys.platform != "linux":  # elsewhere a process that has loaded torch cannot be forked safely
+        return lambda arguments, log: execute(Command([*WORKER, *arguments], own), config.threads, log)
+    settings = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1", **kernels(config.numerics)}
+    return stack.enter_context(contextlib.closing(Nursery({**own, **settings}, log_of(logs, 0)))).start
 
 
 def _invite(config: Config, coordinator: Coordinator, tls: Tls | None, console: Console) -> None:

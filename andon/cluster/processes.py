@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from andon.control.coordinator import POLL, Coordinator
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, worst
@@ -36,7 +36,31 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def _start(command: Command, threads: int, log: Path) -> subprocess.Popen[bytes]:
+class Process(Protocol):
+    """A worker's process."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Its exit code, if somebody knows it already."""
+        ...
+
+    def wait(self) -> int:
+        """Wait for its end; its exit code."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended."""
+        ...
+
+
+Start = Callable[[int, Path], Process]
+"""Starts the worker of a place, which writes to a log."""
+
+
+def execute(command: Command, threads: int, log: Path) -> Process:
+    """Start a worker in a process of its own."""
     own = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **command.environment}
     with contextlib.ExitStack() as stack:
         output = None if command.shown else stack.enter_context(open(log, "ab"))
@@ -55,21 +79,20 @@ class Workers:
     """The worker processes of a run; they have ended when the context is left. Where the run goes on without a worker,
     it is started again, as long as the coordinator lets it in and not more than `restarts` times in all."""
 
-    def __init__(self, commands: Sequence[Command], threads: int, logs: Path, restarts: int = 0) -> None:
-        """`commands` may be more than are `wanted` at first: the rest is for when the run grows."""
+    def __init__(self, start: Start, logs: Path, restarts: int = 0) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self._commands, self._compute_threads, self._logs, self._restarts = commands, threads, logs, restarts
-        self.wanted = len(commands)
+        self._start_process, self._logs, self._restarts = start, logs, restarts
+        self.wanted = 0
         self.wishes: Callable[[], int | None] = lambda: None
         """How many workers are wanted from now on, if that has changed."""
-        self._exits: queue.SimpleQueue[tuple[int, subprocess.Popen[bytes]]] = queue.SimpleQueue()
+        self._exits: queue.SimpleQueue[tuple[int, Process, int]] = queue.SimpleQueue()
         self.first_failed: int | None = None
         self.first_failure = "A worker"
         self.first_signal = ""
         """Which signal killed a worker, if one did."""
         self.was_quit = False
         """Whether they were killed because a person wanted that."""
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, Process] = {}
         self._threads: dict[int, threading.Thread] = {}
 
     def start(self, count: int) -> None:
@@ -86,14 +109,13 @@ class Workers:
                 self._start(place)
 
     def _start(self, place: int) -> None:
-        process = _start(self._commands[place], self._compute_threads, log_of(self._logs, place))
+        process = self._start_process(place, log_of(self._logs, place))
         self.processes[place] = process
         self._threads[place] = threading.Thread(target=self._wait_for_exit, args=[place, process], daemon=True)
         self._threads[place].start()
 
-    def _wait_for_exit(self, place: int, process: subprocess.Popen[bytes]) -> None:
-        process.wait()
-        self._exits.put((place, process))
+    def _wait_for_exit(self, place: int, process: Process) -> None:
+        self._exits.put((place, process, process.wait()))
 
     def wait(self, coordinator: Coordinator) -> int:
         """Wait for all workers; once one has failed or all have left, the rest get `GRACE` seconds to end."""
@@ -113,13 +135,13 @@ class Workers:
             if goes_on and not succession.over and alive < min(goes_on.least, self.wanted):
                 coordinator.end(f"{len(codes)} of {len(self.processes)} workers are lost, and not started again")
             try:
-                place, process = self._exits.get(timeout=POLL)
+                place, process, code = self._exits.get(timeout=POLL)
             except queue.Empty:
                 if time.monotonic() < until:
                     continue
                 return worst([*codes.values(), *coordinator.codes] or [EXIT_USER_ERROR])
-            if process is self.processes[place] and not self._comes_back(place, process.returncode, coordinator):
-                codes[place] = self._exit_code(place, process.returncode)
+            if process is self.processes[place] and not self._comes_back(place, code, coordinator):
+                codes[place] = self._exit_code(place, code)
         return self._of_members(coordinator) if succession.goes_on and coordinator.codes else worst(codes.values())
 
     def _exit_code(self, place: int, code: int) -> int:
@@ -134,7 +156,7 @@ class Workers:
     def _of_members(self, coordinator: Coordinator) -> int:
         """The worst exit code of the last generation: those who were lost on the way do not count."""
         last = [each for each in self.processes.values() if each.pid in coordinator.succession.processes]
-        return worst([*coordinator.codes, *(each.returncode for each in last if each.returncode >= 0)])
+        return worst([*coordinator.codes, *(code for each in last if (code := each.returncode or 0) >= 0)])
 
     def _comes_back(self, place: int, code: int, coordinator: Coordinator) -> bool:
         """Start a lost worker again, if the run goes on without it meanwhile."""

@@ -16,13 +16,14 @@ from types import FrameType
 
 from rich.console import Console
 
-from andon.cluster.processes import Command, Workers, log_of
+from andon.cluster.processes import Command, Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
 from andon.control.client import CoordinatorClient, join
 from andon.control.coordinator import Coordinator
 from andon.control.succession import GoesOn
 from andon.control.token import Credentials, environment, new_token, token_of_worker
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError, harmless
+from andon.machine import name_process
 from andon.numerics import Numerics, kernels
 from andon.run.display import show_error
 from andon.run.events import Event
@@ -63,21 +64,15 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         stack.enter_context(contextlib.closing(coordinator))
         save_on_signal(stop, quit_now)
         host, port = coordinator.address
-        commands = [
-            Command(
-                ["-m", "andon.cluster.script", str(script), *arguments],
-                {
-                    **{ADDRESS: f"{host}:{port}", RANK: str(rank), NUMERICS: numerics},
-                    **environment(credentials.token),
-                    **kernels(numerics),
-                },
-                shown=rank == 0,
-            )
-            for rank in range(count)
-        ]
+        own = {**environment(credentials.token), **kernels(numerics), NUMERICS: numerics, ADDRESS: f"{host}:{port}"}
+
+        def start(rank: int, log: Path) -> Process:
+            command = ["-m", "andon.cluster.script", str(script), *arguments]
+            return execute(Command(command, {**own, RANK: str(rank)}, shown=rank == 0), 1, log)
+
         for rank in range(count):
             log_of(logs, rank).unlink(missing_ok=True)
-        workers = stack.enter_context(Workers(commands, 1, logs, RESTARTS))
+        workers = stack.enter_context(Workers(start, logs, RESTARTS))
         workers.start(count)
         code = workers.wait(coordinator)
     if workers.was_quit:
@@ -123,6 +118,7 @@ def join_launcher() -> tuple[CoordinatorClient, bool] | None:
 def main(arguments: Sequence[str]) -> int:
     """One worker of `andon run`: the script with its arguments, and the exit code of what ended it."""
     script, *rest = arguments
+    name_process(f"andon-rank-{os.environ[RANK]}")
     sys.argv = [script, *rest]
     sys.path[0] = str(Path(script).resolve().parent)
     try:

@@ -75,7 +75,8 @@ class ScriptCheckpoints:
                 raise TypeError(f"the buffer {name} is {buffer.dtype}, which a checkpoint cannot hold")
         self._held: RunFolder | None = None
         self._take_folder()
-        self._before_redo: Any = None
+        self._before_redo: tuple[int, Mapping[str, Any]] | None = None
+        """The step after which one has failed, and options and schedule at that moment."""
         optimizer.before_redo = self._remember
         self.probe = dict(take_probe(model.arena.device))
         state = {
@@ -111,13 +112,16 @@ class ScriptCheckpoints:
 
     def _remember(self) -> None:
         """A step has failed: what the script does after it, to the schedule, is to be undone."""
-        self._before_redo = self._progress()
+        self._before_redo = self.optimizer.progress.step, self._progress()
 
-    def enter(self, undo: bool) -> None:
-        """Another generation begins; `undo`: the step that failed was not committed."""
-        if self._before_redo is not None and undo:
-            self._restore(self._before_redo)
+    def undo(self) -> None:
+        """A step has failed: unless it was committed later, options and schedule are set back."""
+        if self._before_redo and self._before_redo[0] == self.optimizer.progress.step:
+            self._restore(self._before_redo[1])
         self._before_redo = None
+
+    def enter(self) -> None:
+        """Another generation begins."""
         self._take_folder()
         self.checkpointer.enter()
 
@@ -225,6 +229,8 @@ def part_from_generation(optimizer: Optimizer) -> None:
 def enter_generation(optimizer: Optimizer, settled: Settlement) -> None:
     """Checkpoints, options and schedule of a script in another generation; all its members call it together."""
     group, known = optimizer.model.membership.group, optimizer.checkpoints
+    if isinstance(known, ScriptCheckpoints):
+        known.undo()  # before others take it over
     mine = known._progress() if isinstance(known, ScriptCheckpoints) else {"options": _to_plain(optimizer.options)}
     told = group.all_gather_bytes(json.dumps([known is not None, mine]).encode())
     has, progress = zip(*map(json.loads, told), strict=True)
@@ -234,7 +240,7 @@ def enter_generation(optimizer: Optimizer, settled: Settlement) -> None:
     if isinstance(known, Later):
         optimizer.checkpoints = ScriptCheckpoints(known.folder, optimizer, known.scheduler, known.keep)
     elif isinstance(known, ScriptCheckpoints):
-        known.enter(undo=group.rank not in settled.late)
+        known.enter()
     if settled.lost:
         _go_back(optimizer)
     elif group.rank in settled.new:
