@@ -15,8 +15,10 @@ import pytest
 
 from andon.checkpoint.manifest import read as manifest
 from tests.group_harness import busy
-from tests.runs import SMALL, andon, ctrl_c, events, finish, start, train, wait_for_step, workers_of
+from tests.runs import SMALL, andon, ctrl_c, events, finish, soak, start, train, wait_for_step, workers_of
 
+UNTIMED = [option for option in SMALL if "timeout" not in option]
+"""Nobody configures a timeout."""
 OFF, EVEN, TWICE = ["--zero.policy=off"], ["--zero.policy=even"], ["--zero.policy=even", "--zero.replicas=2"]
 
 
@@ -36,7 +38,7 @@ def nursery_of(process: subprocess.Popen[str]) -> psutil.Process:
 def run_of(cwd: Path, *options: str, executed: bool = False) -> subprocess.Popen[str]:
     """A run that has done a few steps."""
     always = ["--run.dir=run", "--restarts=10000", "--optim.schedule=constant"]
-    process = start("train", *SMALL, *always, *options, cwd=cwd, executed=executed)
+    process = start("train", *UNTIMED, *always, *options, cwd=cwd, executed=executed)
     wait_for_step(cwd / "run", 3, process)
     return process
 
@@ -181,11 +183,25 @@ def test_a_run_with_fewer_workers_than_it_needs_waits_for_more(tmp_path: Path) -
     stop(process, folder)
 
 
-@pytest.mark.parametrize(("transport", "zero"), [("auto", OFF), ("shm", EVEN), ("star", TWICE)])
-def test_a_run_grows_and_shrinks_while_it_goes_on(tmp_path: Path, transport: str, zero: list[str]) -> None:
+SAVES, SAVES_NEVER = ["--checkpoint.every=1", "--checkpoint.keep=1"], ["--checkpoint.every=0"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "zero", "saves"),
+    [
+        *(("auto", OFF, SAVES), ("shm", EVEN, SAVES_NEVER), ("star", TWICE, SAVES)),
+        *(soak("shm", zero, SAVES) for zero in (OFF, EVEN, TWICE)),
+        *(soak("shm", zero, SAVES_NEVER) for zero in (OFF, TWICE)),
+        *(soak("star", zero, SAVES) for zero in (OFF, EVEN)),
+        *(soak("star", zero, SAVES_NEVER) for zero in (OFF, EVEN, TWICE)),
+    ],
+)
+def test_a_run_grows_and_shrinks_while_it_goes_on(
+    tmp_path: Path, transport: str, zero: list[str], saves: list[str]
+) -> None:
     folder, options = tmp_path / "run", [f"--group.transport={transport}", "--train.steps=100000", *zero]
-    process = run_of(tmp_path, "--workers=1", "--checkpoint.every=20", *options)
-    for workers in (3, 2):
+    process = run_of(tmp_path, "--workers=1", *saves, *options)
+    for workers in (4, 2):
         code, said = andon("resize", "run", str(workers), cwd=tmp_path)
         assert code == 0, said
         wait_for_generation(folder, process, workers)
