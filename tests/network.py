@@ -81,21 +81,14 @@ class Host:
     def popen(self, *command: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
         """Start a command on this machine."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *command]
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *named],
-            cwd=cwd,
-            env={**runs.environment(cwd), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        runs._started.append(process)
-        return process
+        return runs.launch(["ip", "netns", "exec", self.namespace, *named], cwd, executed=True, **environment)
 
-    def start(self, *arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-        """Start `andon …` on this machine."""
-        return self.popen(sys.executable, "-m", "andon", *arguments, cwd=cwd, **environment)
+    def start(self, *arguments: str, cwd: Path, executed: bool = False, **environment: str) -> subprocess.Popen[str]:
+        """Start `andon …` on this machine: forked from a process that has torch loaded, or really `executed`."""
+        command = [sys.executable, "-m", "andon", *arguments]
+        if executed:
+            return self.popen(*command, cwd=cwd, **environment)
+        return runs.launch(command, cwd, machine=(self.namespace, self.name), **environment)
 
 
 class Relay(threading.Thread):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,11 +41,23 @@ def start(
     *arguments: str, cwd: Path, executed: bool = False, output: int | IO[str] = subprocess.PIPE
 ) -> subprocess.Popen[str]:
     """Start `andon …` in a folder: forked from a process that has torch loaded, or really `executed`."""
-    make = subprocess.Popen if executed else prefork.popen
+    return launch([sys.executable, "-m", "andon", *arguments], cwd, executed, output)
+
+
+def launch(
+    command: list[str],
+    cwd: Path,
+    executed: bool = False,
+    output: int | IO[str] = subprocess.PIPE,
+    machine: tuple[str, str] | None = None,
+    **more: str,
+) -> subprocess.Popen[str]:
+    """Start a command that is ended with the test; `more` is added to its environment."""
+    make = subprocess.Popen if executed else partial(prefork.popen, machine=machine)
     process: subprocess.Popen[str] = make(
-        [sys.executable, "-m", "andon", *arguments],
+        command,
         cwd=cwd,
-        env=environment(cwd),
+        env={**environment(cwd), **more},
         stdout=output,
         stderr=subprocess.STDOUT,
         text=True,

@@ -74,14 +74,14 @@ def test_the_page_about_machines_is_followed_to_the_first_step_within_30_seconds
     (home / "my-texts" / "one.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
     with network("alpha", "beta") as hosts:
         began = time.monotonic()
-        coordinator = hosts["alpha"].start(*coordinate[1:], *SMALL, *STEPS, cwd=home)
-        near = hosts["alpha"].start(*work_near[1:], cwd=home)
+        coordinator = hosts["alpha"].start(*coordinate[1:], *SMALL, *STEPS, cwd=home, executed=True)
+        near = hosts["alpha"].start(*work_near[1:], cwd=home, executed=True)
         source = copy[1].removeprefix("alpha:")
         while not (home / source).exists():
             assert coordinator.poll() is None, end(coordinator)
             time.sleep(0.05)
         shutil.copy(home / source, away / "token")
-        far = hosts["beta"].start(*work_far[1:], cwd=away)
+        far = hosts["beta"].start(*work_far[1:], cwd=away, executed=True)
         wait_for_step(home / "runs" / "default", 1, coordinator)
         seconds = time.monotonic() - began
         print(f"first step after {seconds:.1f} s")
