@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,12 +79,12 @@ class Host:
         """The end of the black hole."""
         _run("bridge", "-n", self.switch, "link", "set", "dev", self.port, "state", "3")
 
-    def popen(self, *command: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    def popen(self, *command: str, cwd: Path, **environment: Any) -> subprocess.Popen[str]:
         """Start a command on this machine."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *command]
         return runs.launch(["ip", "netns", "exec", self.namespace, *named], cwd, executed=True, **environment)
 
-    def start(self, *arguments: str, cwd: Path, executed: bool = False, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, cwd: Path, executed: bool = False, **environment: Any) -> subprocess.Popen[str]:
         """Start `andon …` on this machine: forked from a process that has torch loaded, or really `executed`."""
         command = [sys.executable, "-m", "andon", *arguments]
         if executed:

@@ -26,9 +26,9 @@ from andon.cluster.worker import in_own_folder
 from andon.config.load import build
 from andon.control import client as client_module
 from andon.control import coordinator as coordinator_module
-from andon.control.client import join
 from andon.control.coordinator import Coordinator
 from andon.control.files import Receiver
+from andon.control.join import join
 from andon.control.link import ControlLink
 from andon.control.members import Worker, seats
 from andon.control.stragglers import Stragglers

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from andon.control.client import join
 from andon.control.coordinator import Coordinator
+from andon.control.join import join
 from andon.control.token import Credentials
 from andon.transport.base import ProtocolError
 from andon.transport.keys import SERVER, LinkKeys

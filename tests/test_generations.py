@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from andon.control.generations import Generations
+from andon.control.generations.generations import Generations
 from andon.engine.recovery.commit import PIECE, Commit, Standing, settle
 from andon.run.chain import Chain
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from andon.checkpoint.manifest import read as manifest
-from andon.control.quarantine import SETTLED
+from andon.control.generations.quarantine import SETTLED
 from tests.group_harness import busy
 from tests.network import network
 from tests.runs import andon, events, finish, start, summary, train, wait_for_step, workers_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from andon.control.quarantine import SETTLED, STRIKES, Quarantine
+from andon.control.generations.quarantine import SETTLED, STRIKES, Quarantine
 from andon.run.chain import Chain
 from andon.run.ledger import FILE, Ledger, check_record, read
 from tests.runs import andon, train

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.network import Host, Weather, network
 from tests.runs import SMALL, events, events_so_far, soak, summary, train, wait_for_step
 
 STEPS = ["--train.steps=8"]
-TOKEN = {"ANDON_TOKEN": "the token of the tests"}
+TOKEN: dict[str, Any] = {"ANDON_TOKEN": "the token of the tests"}
 SECONDS = float(os.environ.get("ANDON_SOAK_COUNT") or "600")
 
 

@@ -21,8 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
-from andon.control.client import CoordinatorClient, join
+from andon.control.client import CoordinatorClient
 from andon.control.coordinator import Coordinator
+from andon.control.join import join
 from andon.control.token import Credentials, read_token, token_of_run, token_of_worker
 from andon.errors import UserError
 from andon.run.events import check_event

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.control.client import join
 from andon.control.coordinator import Coordinator
+from andon.control.join import join
 from andon.control.token import Credentials
 from andon.errors import UserError
 from andon.transport.base import GroupTimeout, Settings

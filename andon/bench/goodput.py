@@ -1,6 +1,6 @@
 """`andon bench goodput`: how much of a run's undisturbed speed is left when its workers are killed again and again.
 
-`andon train` and a plain PyTorch script (`andon.bench.goodput_rank`: DistributedDataParallel, which torchrun restarts
+`andon train` and a plain PyTorch script (`andon.bench.ranks.goodput`: DistributedDataParallel, which torchrun restarts
 from the newest checkpoint) train the same model, one after the other, under the same schedule of kills. A run takes
 turns: it is undisturbed for one period, then a random worker gets SIGKILL once in every period, at a random moment of
 its first half; the turn ends when a step has followed the last kill. A step that is done again after a return to a
@@ -155,7 +155,7 @@ def commands(workers: int) -> dict[str, tuple[list[str], str]]:
     andon = ["-m", "andon", "train", *(f"--{key}={value}" for key, value in train.items())]
     task = json.dumps({"preset": PRESET, "windows": SLOTS * WINDOWS // workers, "save_every": SAVE_EVERY})
     restarted = [f"--nproc-per-node={workers}", f"--max-restarts={ENDLESS}", "--master-port=0"]
-    torchrun = ["-m", "torch.distributed.run", *restarted, "-m", "andon.bench.goodput_rank", task]
+    torchrun = ["-m", "torch.distributed.run", *restarted, "-m", "andon.bench.ranks.goodput", task]
     return {"andon": (andon, "run/metrics.jsonl"), "torchrun": (torchrun, "metrics.jsonl")}
 
 

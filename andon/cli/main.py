@@ -116,7 +116,7 @@ def run(
     Rank 0 writes to the terminal, the others to runs/SCRIPT/logs. Ctrl-C saves what andon.load and andon.save know of,
     after the step.
     """
-    from andon.cluster.script import run_script
+    from andon.cluster.scripts.run import run_script
 
     kernels: Numerics = "native" if native else "portable"
     sys.exit(run_script(script, context.args, workers, kernels, terminal(lasting=True)))

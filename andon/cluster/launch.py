@@ -25,8 +25,8 @@ from andon.cluster.worker import START_AGAIN, Access, work
 from andon.config.load import load
 from andon.config.schema import Config
 from andon.control.coordinator import Coordinator
+from andon.control.generations.succession import GoesOn
 from andon.control.link import Message
-from andon.control.succession import GoesOn
 from andon.control.token import FILE, VARIABLE, Credentials, environment, new_token, token_of_run
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand

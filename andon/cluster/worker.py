@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from andon.cluster.signals import save_on_signal
 from andon.config.schema import Config, DataConfig
-from andon.control.client import CoordinatorClient, join, log
+from andon.control.client import CoordinatorClient, log
+from andon.control.join import join
 from andon.control.link import Message
 from andon.control.token import token_of_worker
 from andon.data.build import find, open_sound, receive

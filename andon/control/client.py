@@ -11,7 +11,6 @@ import contextlib
 import os
 import queue
 import socket
-import ssl
 import sys
 import threading
 import time
@@ -28,22 +27,15 @@ from andon.machine import machine_id
 from andon.run.events import Event
 from andon.transport.base import COORDINATOR, SOMEONE, Abortable, GroupError, GroupTimeout, PeerLost, ProtocolError
 from andon.transport.keys import LinkKeys
-from andon.transport.tcp.connect import connect
-from andon.transport.tcp.entrance.handshake import NotAuthenticated, Refused
-from andon.transport.tcp.entrance.tls import Tls
-from andon.transport.tcp.frames import Hello
 from andon.version import VERSION
 
 LOG_SECONDS = 5.0  # how long writing to the log may take
-CONNECT_SECONDS = 10.0
 RENDEZVOUS_SECONDS = 300.0  # that ranks get to meet: some load torch from a slow disk
 RETRY_SECONDS = 0.5
-ATTEMPTS = 3  # to prove that this process knows the token
 RETURN_SECONDS = 60.0  # that a coordinator gets to come back
 LEAVE_SECONDS = 2.0  # that a worker gets to end in an orderly way when another one is lost
 MOST_PIECES = 64  # of the data, 256 KB each, that may wait for the disk
 PIECE_PAUSE = 0.2
-Say = Callable[[str], None]
 
 
 class CoordinatorClient:
@@ -337,52 +329,6 @@ class CoordinatorClient:
         finally:
             self._silence = 0.0
             self.send("alive", **self.status())  # from now on it is missed as soon as anyone
-
-
-def join(
-    address: tuple[str, int],
-    token: str,
-    rank: int | None,
-    tls: Tls | None = None,
-    patience: float = 0.0,
-    say: Say = print,
-) -> tuple[Message, CoordinatorClient]:
-    """Connect to the coordinator at an address, wait for it if it is not there yet, and receive its job."""
-    until, waited, refused = time.monotonic() + patience, False, 0
-    while True:
-        try:
-            sock = connect(address, COORDINATOR, Hello(0, 0, 0, "control"), token.encode(), CONNECT_SECONDS, tls)
-            break
-        except NotAuthenticated as error:
-            refused += 1
-            if isinstance(error, Refused) and refused < ATTEMPTS:  # perhaps only because too many knock there
-                time.sleep(RETRY_SECONDS)
-                continue
-            cause = "The token here is not that of this run, or something else listens there"
-            raise UserError(f"The coordinator cannot be joined: {error}", cause, "Copy the run's token again") from None
-        except GroupError as error:
-            if isinstance(error.__cause__, ssl.SSLError):
-                remedy = "Check --tls-ca here and --tls-cert there, or leave TLS out on both sides"
-                raise UserError("TLS with the coordinator failed", str(error.__cause__), remedy) from None
-            if time.monotonic() >= until:
-                raise
-            if not waited:
-                reason = str(error).rpartition(": ")[2]
-                say(f"Waiting up to {patience:.0f} s for the coordinator at {address[0]}:{address[1]} ({reason})")
-                waited = True
-            time.sleep(RETRY_SECONDS)
-    client = CoordinatorClient(sock, token, rank)
-    client.send("hello", version=VERSION, host=socket.gethostname(), machine=machine_id(), pid=os.getpid(), rank=rank)
-    try:
-        job = client.receive("job")
-        client.goes_on = bool(job.get("goes_on"))
-        if patience:  # whoever waited for the coordinator waits for it again
-            hello = Hello(0, 0, 0, "control")
-            client.way_back = lambda: connect(address, COORDINATOR, hello, token.encode(), CONNECT_SECONDS, tls)
-        return job, client
-    except BaseException:
-        client.close()
-        raise
 
 
 def log(text: str) -> None:

@@ -1,28 +1,27 @@
 """The coordinator: admits workers, hands out ranks and the configuration, is their rendezvous, and knows who is alive.
 
 It holds no weights and sees no gradient. One thread moves all control links (`andon.control.loop`; the dialogue is in
-`andon.control.link`), another one passes events on, so that a slow disk or terminal holds up nobody. A worker has
-*left* when it has sent its exit code, and is *lost* when its link ended without one. The run *begins* when all ranks
-are taken: before that a lost worker only frees its rank, after that the others go on as the next generation
-(`andon.control.succession`), or the run ends if it cannot go on without a rank.
+`andon.control.link`), another one passes events on (`andon.control.recording`). A worker has *left* when it has sent
+its exit code, and is *lost* when its link ended without one. The run *begins* when all ranks are taken: before that a
+lost worker only frees its rank, after that the others go on as the next generation (`andon.control.generations`), or
+the run ends if it cannot go on without a rank.
 """
 
-import json
 import socket
 import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from andon.control.files import send_files
+from andon.control.generations.succession import GoesOn, Succession
 from andon.control.link import DEAD_AFTER, FROM_WORKER, LONGEST_SILENCE, ControlLink, Message
 from andon.control.loop import Loop
 from andon.control.members import Phase, Place, Worker, free_rank
+from andon.control.recording import Recording
 from andon.control.store import KeyValues
 from andon.control.stragglers import Stragglers
-from andon.control.succession import GoesOn, Succession
 from andon.control.token import Credentials
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError, worst
 from andon.run.events import Emit, Event, cannot_write, check_event, event
@@ -36,7 +35,6 @@ from andon.version import VERSION
 POLL = 0.5  # seconds; a wait without a timeout would not let Python handle signals
 OTHERS_SECONDS = DEAD_AFTER + 1.0  # that the others get to find out by themselves why a rank has stopped
 LAST_WORDS = 10.0  # seconds that the others get, after a rank was lost, to say so and leave
-MOST_WAITING = 64 << 20  # bytes of events that may wait for a disk or a terminal
 MEMBERS_SAY = ("value", "store", "event", "commit", "back", "part", "failed", "bye")
 
 
@@ -52,7 +50,9 @@ class Coordinator:
         bind: tuple[str, int] = ("127.0.0.1", 0),
         goes_on: GoesOn | None = None,
     ) -> None:
-        self.job, self.world_size, self.on_event, self.credentials = job, world_size, on_event, credentials
+        self.job, self.world_size, self.credentials = job, world_size, credentials
+        self._recording = Recording(on_event, self._cannot_record)
+        self._emit = self._recording.emit
         self.succession = Succession(world_size, goes_on, credentials, self._emit)
         self.failures: list[UserError] = []
         self.codes: list[int] = []
@@ -68,16 +68,12 @@ class Coordinator:
         self._store = KeyValues()
         self._stragglers = Stragglers(self.note)
         self._changed = threading.Condition()
-        self._events: SimpleQueue[tuple[Event, int] | None] = SimpleQueue()
-        self._waiting, self._counting = 0, threading.Lock()
         listener = listen(bind, backlog=world_size + 128)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._loop = Loop(self, "andon-coordinator")
         self._reception: Reception[Hello] = Reception(
             listener, self._loop.selector, self._authenticate, credentials.tls, self.note
         )
-        self._recording = threading.Thread(target=self._record, name="andon-record", daemon=True)
-        self._recording.start()
         self._loop.start()
 
     def stop(self) -> None:
@@ -134,8 +130,7 @@ class Coordinator:
         """Stop listening, close all links and pass on the events that wait; safe to call twice."""
         self._loop.close()
         self._reception.close()
-        self._events.put(None)
-        self._recording.join(LAST_WORDS)
+        self._recording.close(LAST_WORDS)
 
     def _authenticate(self, sock: socket.socket) -> Generator[memoryview, None, Hello]:
         return authenticate(sock, lambda hello: self.credentials.token.encode())
@@ -375,25 +370,8 @@ class Coordinator:
         """Tell the user something; from any thread."""
         self._emit(event("note", text=text))
 
-    def _emit(self, event: Event) -> None:
-        size = len(json.dumps(event))
-        with self._counting:
-            self._waiting += size
-            full = self._waiting > MOST_WAITING
-        if full:
-            self._stop_wanted = True
-        else:
-            self._events.put((event, size))
-
-    def _record(self) -> None:
-        """Pass events on; if one cannot be recorded, all workers save and leave."""
-        while waiting := self._events.get():
-            event, size = waiting
-            with self._counting:
-                self._waiting -= size
-            try:
-                self.on_event(event)
-            except OSError as error:
-                if not self._stopping:
-                    self.failures.append(cannot_write(error))
-                    self.stop()
+    def _cannot_record(self, error: OSError | None) -> None:
+        """Events cannot be recorded, or not as fast as they come: all workers save and leave."""
+        if error and not self._stopping:
+            self.failures.append(cannot_write(error))
+        self.stop()

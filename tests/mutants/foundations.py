@@ -533,7 +533,7 @@ MUTANTS = [
     Mutant(
         "lost-worker-unsaid",
         "The other workers are not told which one was lost.",
-        "control/succession.py",
+        "control/generations/succession.py",
         'self._tell("lost", rank=worker.rank, host=worker.host, why=why)',
         "pass",
         ("test_coordinator.py::test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends",),

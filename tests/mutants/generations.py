@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "generation-before-all-have-parted",
         "A generation begins while members of the one before can still commit.",
-        "control/generations.py",
+        "control/generations/generations.py",
         "if self.over or self.returning or len(self.parted) < len(self.members):",
         "if self.over or self.returning:",
         (MODEL,),
@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         "generation-after-the-end",
         "A generation begins though a member has come to the end.",
-        "control/generations.py",
+        "control/generations/generations.py",
         "if self.over or self.returning or len(self.parted) < len(self.members):",
         "if self.returning or len(self.parted) < len(self.members):",
         (MODEL,),
@@ -100,9 +100,33 @@ MUTANTS = [
     Mutant(
         "no-quarantine",
         "A worker that dies again and again is let in for ever.",
-        "control/quarantine.py",
+        "control/generations/quarantine.py",
         "return self._strikes[place] >= STRIKES",
         "return False",
         ("test_ledger.py", "test_goes_on.py::test_a_worker_that_dies_again_and_again_is_quarantined"),
+    ),
+    Mutant(
+        "failed-step-keeps-its-schedule",
+        "A schedule that has gone on after a step that failed is not set back.",
+        "run/script.py",
+        "        known.undo()  # before others take it over\n",
+        "        known._before_redo = None\n",
+        ("test_goes_on.py::test_a_script_survives_the_loss_of_a_worker",),
+    ),
+    Mutant(
+        "dead-nursery-is-asked",
+        "Workers are not started again once the process that forks them has died.",
+        "cluster/nursery.py",
+        "        if self._process.poll() is not None:\n",
+        "        if self._process.poll() == 0:\n",
+        ("test_goes_on.py::test_workers_outlive_the_process_that_forked_them_and_others_are_forked_by_another",),
+    ),
+    Mutant(
+        "steps-done-again-count-twice",
+        "Goodput counts steps that are done again after a return to a checkpoint.",
+        "bench/goodput.py",
+        "part.steps += self.steps[now] - self.steps[begun]",
+        "part.steps += now - begun",
+        ("test_goodput.py",),
     ),
 ]

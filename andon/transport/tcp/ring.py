@@ -21,18 +21,8 @@ from typing import Self
 import torch
 
 from andon.engine.order import Order, shares
-from andon.transport.base import (
-    SOMEONE,
-    Group,
-    PeerLost,
-    Rendezvous,
-    Settings,
-    Wire,
-    check_bounds,
-    first_row,
-    one_node_each,
-    rows_of,
-)
+from andon.transport.base import SOMEONE, Group, PeerLost, Rendezvous, Settings
+from andon.transport.rows import Wire, check_bounds, first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import Acceptor, Channel, agree_on_keys, connect
 from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, add, on_host
 from andon.transport.tcp.failure_detector import FailureDetector

@@ -13,14 +13,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from andon.cluster.script import NUMERICS, join_launcher, show_without_traceback
-from andon.cluster.script_group import ScriptWorker
+from andon.cluster.scripts.group import ScriptWorker
+from andon.cluster.scripts.run import NUMERICS, join_launcher, show_without_traceback
 from andon.cluster.session import make_torch_deterministic
 from andon.cluster.signals import save_on_signal
 from andon.integrity.probe import compare_probes, take_probe
 from andon.numerics import Numerics, choose_kernels
-from andon.transport.base import Group, Settings, Wire, fastest_here, open_group
+from andon.transport.base import Group, Settings, fastest_here, open_group
 from andon.transport.local import LocalGroup
+from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous, TorchGroup
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from andon.bench.train_rank import LR, RandomBatches, initialised
+from andon.bench.ranks.train import LR, RandomBatches, initialised
 from andon.model.shape import SHAPES
 
 CHECKPOINT = Path("checkpoint.safetensors")

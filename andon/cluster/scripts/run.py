@@ -18,9 +18,10 @@ from rich.console import Console
 
 from andon.cluster.processes import Command, Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
-from andon.control.client import CoordinatorClient, join
+from andon.control.client import CoordinatorClient
 from andon.control.coordinator import Coordinator
-from andon.control.succession import GoesOn
+from andon.control.generations.succession import GoesOn
+from andon.control.join import join
 from andon.control.token import Credentials, environment, new_token, token_of_worker
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError, harmless
 from andon.machine import name_process
@@ -67,7 +68,7 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         own = {**environment(credentials.token), **kernels(numerics), NUMERICS: numerics, ADDRESS: f"{host}:{port}"}
 
         def start(rank: int, log: Path) -> Process:
-            command = ["-m", "andon.cluster.script", str(script), *arguments]
+            command = ["-m", "andon.cluster.scripts.run", str(script), *arguments]
             return execute(Command(command, {**own, RANK: str(rank)}, shown=rank == 0), 1, log)
 
         for rank in range(count):

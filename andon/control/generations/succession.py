@@ -1,8 +1,8 @@
 """How one generation of a run succeeds another: the coordinator's part in it.
 
-`andon.control.generations` decides who is in which generation. Here its decisions become messages: members are told
-that one of them is lost or that somebody waits; when all have parted, the next generation is written to the ledger,
-gets its keys and its server, and begins. A run that cannot go on without a rank has one generation.
+`andon.control.generations.generations` decides who is in which generation. Here its decisions become messages: members
+are told that one of them is lost or that somebody waits; when all have parted, the next generation is written to the
+ledger, gets its keys and its server, and begins. A run that cannot go on without a rank has one generation.
 """
 
 import time
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from andon.control.generations import Generations
+from andon.control.generations.generations import Generations
+from andon.control.generations.quarantine import STRIKES, Quarantine
 from andon.control.link import Message
 from andon.control.members import Phase, Worker, seats
-from andon.control.quarantine import STRIKES, Quarantine
 from andon.control.store import Topics
 from andon.control.token import Credentials
 from andon.run.events import Emit, Event, event
