@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ SMALL = [
     *("--eval.sample_every=0", "--optim.warmup=2", "--group.timeout=20", "--device=cpu"),
 ]
 """A model small enough that a run takes a moment."""
+NOTHING: Mapping[str, str] = {}
 
 
 def soak(*values: Any) -> Any:
@@ -50,7 +52,7 @@ def launch(
     executed: bool = False,
     output: int | IO[str] = subprocess.PIPE,
     machine: tuple[str, str] | None = None,
-    **more: str,
+    more: Mapping[str, str] = NOTHING,
 ) -> subprocess.Popen[str]:
     """Start a command that is ended with the test; `more` is added to its environment."""
     make = subprocess.Popen if executed else partial(prefork.popen, machine=machine)

@@ -157,7 +157,7 @@ def test_many_partitions_never_change_the_answer(tmp_path: Path, transport: str)
     workers: dict[str, subprocess.Popen[str]] = {}
     gaps, joined = [], 0
     with network("alpha", "beta", "gamma") as hosts, open(tmp_path / "log", "w") as log:
-        around: dict[str, Any] = {"cwd": tmp_path, "output": log, "ANDON_TOKEN": TOKEN}
+        around: dict[str, Any] = {"cwd": tmp_path, "output": log, "more": {"ANDON_TOKEN": TOKEN}}
         coordinator = hosts["alpha"].start("coordinator", *UNTIMED, *options, *SETTINGS, "--run.dir=run", **around)
 
         def start_lost() -> int:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.network import Host, Weather, network
 from tests.runs import SMALL, events, events_so_far, soak, summary, train, wait_for_step
 
 STEPS = ["--train.steps=8"]
-TOKEN: dict[str, Any] = {"ANDON_TOKEN": "the token of the tests"}
+TOKEN = {"ANDON_TOKEN": "the token of the tests"}
 SECONDS = float(os.environ.get("ANDON_SOAK_COUNT") or "600")
 
 
@@ -40,7 +39,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def coordinate(host: Host, cwd: Path, *options: str) -> subprocess.Popen[str]:
-    return host.start("coordinator", *SMALL, *STEPS, "--run.dir=run", *options, cwd=cwd, **TOKEN)
+    return host.start("coordinator", *SMALL, *STEPS, "--run.dir=run", *options, cwd=cwd, more=TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +54,9 @@ def test_two_machines_find_each_other_by_name_alone(tmp_path: Path, answer: str,
         hosts["alpha"].add_interface("dead0", "10.78.0.1/24")
         hosts["alpha"].add_interface("down0", "10.79.0.1/24", up=False)
         began = time.monotonic()
-        far = hosts["beta"].start("worker", f"alpha{suffix}", cwd=away, **TOKEN)
+        far = hosts["beta"].start("worker", f"alpha{suffix}", cwd=away, more=TOKEN)
         coordinator = coordinate(hosts["alpha"], tmp_path, "--workers=2", f"--group.transport={transport}")
-        near = hosts["alpha"].start("worker", "localhost", cwd=tmp_path, **TOKEN)
+        near = hosts["alpha"].start("worker", "localhost", cwd=tmp_path, more=TOKEN)
         wait_for_step(tmp_path / "run", 1, coordinator)
         print(f"{transport}: first step after {time.monotonic() - began:.1f} s")
         assert ended_well(far, near, coordinator)
@@ -95,7 +94,7 @@ def test_a_run_goes_on_without_a_machine_that_falls_silent_within_six_seconds(tm
     options = ["--workers=3", f"--group.transport={transport}", "--train.steps=100000", "--zero.policy=off"]
     with network("alpha", "beta", "gamma") as hosts:
         coordinator = coordinate(hosts["alpha"], tmp_path, *options)
-        workers = {name: hosts[name].start("worker", "alpha", cwd=tmp_path, **TOKEN) for name in hosts}
+        workers = {name: hosts[name].start("worker", "alpha", cwd=tmp_path, more=TOKEN) for name in hosts}
         wait_for_step(tmp_path / "run", 2, coordinator)
         hosts["gamma"].cut()
         began = time.time()
@@ -117,7 +116,7 @@ def train_over_a_bad_network(tmp_path: Path, transport: str, seconds: float) -> 
     options = ["--workers=2", f"--group.transport={transport}", "--train.steps=100000", "--checkpoint.every=0"]
     with network("alpha", "beta", weather=Weather(delay=0.1, jitter=0.03, loss=0.01)) as hosts:
         coordinator = coordinate(hosts["alpha"], tmp_path, *options)
-        workers = [host.start("worker", "alpha", cwd=tmp_path, **TOKEN) for host in hosts.values()]
+        workers = [host.start("worker", "alpha", cwd=tmp_path, more=TOKEN) for host in hosts.values()]
         wait_for_step(tmp_path / "run", 1, coordinator, 120)
         began, steps = time.monotonic(), 1
         while time.monotonic() < began + seconds or steps < 2:
@@ -149,6 +148,6 @@ def test_torchrun_on_two_machines_gives_the_answer(tmp_path: Path, answer: str, 
             launcher = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", "--master-addr=alpha"]
             command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--master-port=29500", "-m", "andon"]
             options = ["train", *SMALL, *STEPS, "--run.dir=run", f"--group.transport={transport}"]
-            processes.append(host.popen(*command, *options, cwd=folder, **TOKEN))
+            processes.append(host.popen(*command, *options, cwd=folder, more=TOKEN))
         assert ended_well(*processes)  # loading torch four times takes its time
     assert summary(tmp_path / "alpha" / "run")["weights_blake3"] == answer
