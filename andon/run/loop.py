@@ -97,15 +97,15 @@ class Run:
         )
         self._begun, self._reported = True, progress.step
 
-    def go_on(self, settled: Settlement, since: float) -> None:
-        """Another generation begins: bring everyone to the same step, and say so."""
+    def go_on(self, settled: Settlement, recorded: int, since: float) -> None:
+        """Another generation begins, with a ledger up to a step: bring everyone to the same step, and say so."""
         progress, commit = self.trainer.progress, self.trainer.optimizer.commit
         if settled.lost:
             self._go_back(settled)
         if self.is_rank_0 and commit.verdict:
             self._emit_step(Totals.of(commit.verdict[0]))  # the rank that has committed it may not have said so
         self._begin()  # the first generation may have ended before it has said so
-        self._reported = 0
+        self._reported = recorded
         self._report(progress.step)
         membership = self.trainer.model.membership
         self.emit(

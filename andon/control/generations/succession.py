@@ -116,6 +116,11 @@ class Succession:
         return self.generations.over
 
     @property
+    def renews(self) -> bool:
+        """Whether members have come back to this coordinator, and write to its folder only in the next generation."""
+        return self.generations.renew and bool(self.generations.members) and not self.over
+
+    @property
     def waits(self) -> bool:
         """Whether nobody trains: the members have parted, and are too few to go on."""
         return not self.over and len(self.generations.parted) == len(self.generations.members)
