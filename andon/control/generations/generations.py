@@ -51,9 +51,7 @@ class Generations(Generic[W]):
     def resize(self, wanted: int) -> None:
         """From now on so many workers are wanted: the last ones are released if there are more."""
         self.wanted = wanted
-        for worker in (self.members + self.waiting)[wanted:]:
-            if worker in self.members:
-                self.released.add(worker)
+        self._release()
 
     def ready(self, worker: W) -> None:
         """A worker could take part."""
@@ -75,12 +73,17 @@ class Generations(Generic[W]):
         self.members = [member for member in self.members if member != worker]
         self.waiting = [each for each in self.waiting if each != worker]
         self.parted.discard(worker)
-        self.released.discard(worker)
+        if self.released:  # one of them may stay in the place of the one who is lost
+            self._release()
 
     def leave(self, worker: W) -> None:
         """A member is done, or cannot go on: the run ends."""
         self.over = self.over or worker in self.members
         self.lose(worker)
+
+    def _release(self) -> None:
+        too_many = (self.members + self.waiting)[self.wanted :]
+        self.released = {worker for worker in too_many if worker in self.members}
 
     def next(self) -> list[W] | None:
         """Begin the next generation, if it can; its members by rank: first those who have the run's state."""
