@@ -147,7 +147,7 @@ class CoordinatorClient:
         `lost` is the rank on whose account the group failed, if it did."""
         with self._turn:
             self._group = None
-        self._parted = {"why": why, "lost": lost}
+        self._parted = {"generation": self.keys.generation if self.keys else 0, "why": why, "lost": lost}
         self.send("part", **self._parted)
         return self.wait_for_generation()
 

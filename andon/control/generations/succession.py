@@ -181,7 +181,8 @@ class Succession:
             raise ProtocolError(f"it sent '{message['kind']}', but this run has one generation, or no ledger")
         match message["kind"]:
             case "part":
-                self._part(worker, message["lost"], message["why"][:1000])
+                if message["generation"] == self.ledger.generation:  # it may be said twice, the second time too late
+                    self._part(worker, message["lost"], message["why"][:1000])
             case "back":
                 self.ledger.go_back(message["generation"], message["step"])
                 self.told_step = message["step"]
