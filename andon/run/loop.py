@@ -168,9 +168,8 @@ class Run:
 
     def _before_change(self) -> None:
         """Keep what those who leave would take with them: all go on from a checkpoint of this very step."""
-        ownership, checkpointer = self.trainer.optimizer.ownership, self.trainer.checkpointer
-        leave = self.trainer.optimizer.shrink.agreed and ownership.sharded and ownership.replicas == 1
-        if leave and checkpointer:
+        optimizer, checkpointer = self.trainer.optimizer, self.trainer.checkpointer
+        if optimizer.shrink.agreed and optimizer.ownership.sharded and checkpointer:  # replicas may leave together
             checkpointer.save(self.trainer.progress.step, wait=True)
         self.group.barrier()
         self._report(self.trainer.progress.step)
