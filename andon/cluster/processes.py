@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from andon.control.coordinator import POLL, Coordinator
-from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, worst
+from andon.errors import EXIT_HALTED, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_USER_ERROR, worst
 
 GRACE = 15.0  # seconds that the other workers get to notice that one has failed
 
@@ -88,6 +88,8 @@ class Workers:
         self._exits: queue.SimpleQueue[tuple[int, Process, int]] = queue.SimpleQueue()
         self.first_failed: int | None = None
         self.first_failure = "A worker"
+        self._followed = False
+        """Whether the first one failed only because another did."""
         self.first_signal = ""
         """Which signal killed a worker, if one did."""
         self.was_quit = False
@@ -146,17 +148,18 @@ class Workers:
 
     def _exit_code(self, place: int, code: int) -> int:
         """What the end of a worker means for the run; the first failure is kept."""
-        if code not in (0, EXIT_STOPPED) and self.first_failed is None:
+        if code not in (0, EXIT_STOPPED) and (self.first_failed is None or self._followed):
+            self._followed = code == EXIT_PEER_LOST
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
             killed = f", killed by {signal.Signals(-code).name}{hint}," if code < 0 else ""
             self.first_signal = f"Rank {place} was{killed.strip(',')}" if killed else ""
             self.first_failed, self.first_failure = place, f"Rank {place}{killed}"
-        return code if code >= 0 else EXIT_USER_ERROR
+        return _of_run(code)
 
     def _of_members(self, coordinator: Coordinator) -> int:
         """The worst exit code of the last generation: those who were lost on the way do not count."""
         last = [each for each in self.processes.values() if each.pid in coordinator.succession.processes]
-        return worst([*coordinator.codes, *(code for each in last if (code := each.returncode or 0) >= 0)])
+        return worst([*coordinator.codes, *(_of_run(code) for each in last if (code := each.returncode or 0) >= 0)])
 
     def _comes_back(self, place: int, code: int, coordinator: Coordinator) -> bool:
         """Start a lost worker again, if the run goes on without it meanwhile."""
@@ -191,3 +194,8 @@ class Workers:
         until = time.monotonic() + GRACE
         for thread in self._threads.values():  # a process that hangs in a disk cannot be killed and is left behind
             thread.join(max(0.0, until - time.monotonic()))
+
+
+def _of_run(code: int) -> int:
+    """What the exit code of a worker's process means for the run's."""
+    return EXIT_USER_ERROR if code < 0 or code == EXIT_PEER_LOST else code

@@ -23,14 +23,14 @@ from andon.control.coordinator import Coordinator
 from andon.control.generations.succession import GoesOn
 from andon.control.join import join
 from andon.control.token import Credentials, environment, new_token, token_of_worker
-from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError, harmless
+from andon.errors import EXIT_HALTED, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_USER_ERROR, UserError, harmless
 from andon.machine import name_process
 from andon.numerics import Numerics, kernels
 from andon.run.display import show_error
 from andon.run.events import Event
 from andon.run.ledger import Ledger
 from andon.run.terminal import Terminal
-from andon.transport.base import TRANSPORTS, GroupError, fastest_here
+from andon.transport.base import TRANSPORTS, GroupError, PeerLost, fastest_here
 
 ADDRESS = "ANDON_COORDINATOR"
 RANK = "ANDON_RANK"
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if (code := show_without_traceback(error)) is None:
             raise
-        return code
+        return EXIT_PEER_LOST if isinstance(error, PeerLost) else code
 
 
 def show_without_traceback(error: BaseException) -> int | None:
