@@ -30,7 +30,7 @@ from andon.numerics import kernels
 PRESET, SLOTS, WINDOWS = "tiny", 8, 4
 SAVE_EVERY = 20  # steps, in both
 ROUNDS = 5
-WARM_UP = 10  # steps
+WARM_UP = 3  # steps
 PATIENCE = 120.0  # seconds without a step after which something is wrong
 LOOK = 0.05
 ENDLESS = 10**9
@@ -92,7 +92,10 @@ class Training:
         """SIGKILL to a random worker."""
         self.look()
         family = psutil.Process(self.process.pid).children(recursive=True)
-        chance.choice([child for child in family if child.pid in self._workers]).kill()
+        workers = [child for child in family if child.pid in self._workers]
+        if not workers:
+            raise UserError("There is nobody to kill", "All workers have ended", f"Look at {self.file.parent}")
+        chance.choice(workers).kill()
 
     def measure(self, part: Part, begun: int) -> int:
         """Add what happened since a step was seen, by its index; the index of the newest one."""
