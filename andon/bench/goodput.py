@@ -137,7 +137,7 @@ def disturb(training: Training, every: float, kills: int, seed: int) -> tuple[Pa
     training.wait_until(0.0, WARM_UP)
     for number in range(min(ROUNDS, kills)):
         begun = len(training.times) - 1
-        training.wait_until(time.time() + every)
+        training.wait_until(time.time() + every, begun + 2)
         begun = training.measure(calm, begun)
         for _ in range(kills // ROUNDS + (number < kills % ROUNDS)):
             period = time.time() + every
@@ -175,9 +175,9 @@ def main(workers: int, every: float, minutes: float, seed: int, as_json: bool) -
         with started(command, folder, file) as training:
             calm, disturbed = disturb(training, every, kills, seed)
         shutil.rmtree(folder)  # kept after an error, to look at
-        rows.append({"system": system, "workers": workers, "kill_every_s": every, **_row(calm, disturbed)})
+        rows.append({"system": system, **_row(calm, disturbed)})
     title = f"{PRESET}, {workers} workers, one SIGKILL every {every:g} s, a checkpoint every {SAVE_EVERY} steps"
-    show(title, rows, as_json, ["goodput: tokens/s under kills over undisturbed tokens/s of the same run"])
+    show(title, rows, as_json, ["goodput: tokens/s under kills over the undisturbed tokens/s of the same run"])
 
 
 def _row(calm: Part, disturbed: Part) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _row(calm: Part, disturbed: Part) -> dict[str, Any]:
     undisturbed, killed = (tokens * part.steps / part.seconds for part in (calm, disturbed))
     return {
         "kills": disturbed.kills,
-        "undisturbed_tokens_per_s": undisturbed,
+        "undisturbed": undisturbed,
         "tokens_per_s": killed,
         "goodput": killed / undisturbed,
         "lost_s_per_kill": (1 - killed / undisturbed) * disturbed.seconds / disturbed.kills,
