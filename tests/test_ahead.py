@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from andon.engine.membership import Membership
 from andon.integrity.halt import JidokaHalt
 from andon.model.shape import SHAPES
 from andon.run.mfu import mfu, peak_of
@@ -57,6 +58,33 @@ def test_a_skipped_step_counts_as_no_update(tmp_path: Path) -> None:
         found.append(digest(trainer))
         trainer.close()
     assert found[0] == found[1]
+
+
+def test_every_generation_decides_anew_whether_to_update_ahead(tmp_path: Path) -> None:
+    """Ahead in one generation, after the verdict in the next, as where workers have joined, and ahead again."""
+    tokens, found = small_tokens(tmp_path), []
+    for changes in (False, True):
+        config = small_config(train__slots=3)
+        trainer = make_trainer(LocalGroup(), tokens, config)
+        for step in range(6):
+            if changes and step in (2, 4):
+                trainer.part()
+                settled = trainer.enter(Membership.of(LocalGroup(), 3), recorded=step)
+                assert settled.step == step and not trainer.optimizer._updates_ahead, "only a GPU has a reason to"
+            trainer.optimizer._updates_ahead = changes and step not in (2, 3)
+            totals = trainer.train_step()
+        assert trainer.optimizer.commit.step == trainer.optimizer.rule.updates == 6
+        found.append((digest(trainer), totals))
+        trainer.close()
+    assert found[0] == found[1]
+
+
+def test_an_update_ahead_of_a_verdict_that_forbids_it_is_a_broken_invariant(tmp_path: Path) -> None:
+    trainer = make_trainer(LocalGroup(), small_tokens(tmp_path), small_config())
+    trainer.optimizer._updates_ahead, trainer.optimizer.judge = True, lambda step, totals: False
+    with pytest.raises(AssertionError, match="ahead of its verdict"):
+        trainer.train_step()
+    trainer.close()
 
 
 def test_a_token_costs_six_operations_a_weight_and_those_of_attention() -> None:

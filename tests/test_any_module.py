@@ -95,6 +95,19 @@ def test_a_loop_that_does_not_go_through_the_slots_gives_the_same_bits() -> None
     assert found[0] == found[1]
 
 
+def test_a_loss_may_be_a_vector_of_one_element() -> None:
+    found = []
+    for shape in ((), (1,)):
+        torch.manual_seed(1)
+        model = andon.DataParallel(nn.Linear(4, 1), LocalGroup(), slots=2)
+        optimizer = andon.AdamW(model, lr=0.1)
+        for _ in model.slots:
+            model.backward(model(torch.eye(4)).square().mean().reshape(shape), count=4)
+        found.append((optimizer.step(), andon.digest(model)))
+        model.close()
+    assert found[0] == found[1]
+
+
 def frozen_differs(group: Group) -> str:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     frozen: Any = module[0].requires_grad_(False)

@@ -11,12 +11,12 @@ from typing import Any, Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from andon.bench.ranks.train import RandomBatches
 from andon.bench.report import show
-from andon.bench.train_rank import RandomBatches
 from andon.cluster.session import choose_device, make_torch_deterministic
 from andon.config.schema import Config
 from andon.engine.trainer import Trainer
-from andon.run.build import build_model, build_optimizer, step_settings
+from andon.run.build import build_model, optimizer_of, step_settings
 from andon.run.events import no_event
 from andon.transport.local import LocalGroup
 
@@ -30,7 +30,7 @@ def main(config: Config, steps: int, trace: Path, most: int, as_json: bool) -> N
     device = choose_device(config.device, 0, no_event)
     group = LocalGroup()
     tokens = config.train.micro_batch * config.train.context
-    optimizer = build_optimizer(config, build_model(config, device), group)
+    optimizer = optimizer_of(config, build_model(config, device), group)
     trainer = Trainer(optimizer, RandomBatches(config.shape, tokens, config.seed), step_settings(config))
     for _ in range(WARM_UP):
         trainer.train_step()

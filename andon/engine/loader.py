@@ -1,6 +1,9 @@
 """Batches on the device. On a GPU the next one is made in the background and copied there on a stream of its own.
 
-A batch goes through pinned memory, so that no copy waits for the device's work, and the device for no batch."""
+A batch goes through pinned memory, so that no copy waits for the device's work, and the device for no batch. It is
+asked for by step and slot: one that was made ahead for a step that is done again, or for a slot that has become another
+worker's, is dropped.
+"""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -43,8 +46,10 @@ class Loader:
         if not self._on_gpu:
             x, y = self._source(step, slot)
             return torch.from_numpy(x).to(self._device), torch.from_numpy(y).to(self._device)
-        ahead, self._ahead = self._ahead, None
-        batch = ahead[1].result() if ahead and ahead[0] == (step, slot) else self._copy(step, slot)
+        if not (self._ahead and self._ahead[0] == (step, slot)):
+            self.prepare(step, slot)
+        assert self._ahead
+        batch, self._ahead = self._ahead[1].result(), None
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for each in batch:

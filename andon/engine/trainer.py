@@ -1,17 +1,16 @@
 """The trainer: one worker's part of a step. Every rank runs the same lines."""
 
-import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from andon.checkpoint.checkpointer import Checkpointer
+from andon.data.batches import checksum
 from andon.engine.loader import BatchSource, Loader
+from andon.engine.membership import Membership
 from andon.engine.optimizer import Optimizer, Totals
+from andon.engine.recovery.commit import Settlement
 from andon.integrity.halt import Finding, Flaw, JidokaHalt, find_flaw, share_findings
 
 
@@ -25,7 +24,20 @@ class StepSettings:
     clip: float = 0.0
     skips_allowed: int = 0
     """How many steps in a row may be skipped because a gradient was not finite; the next one halts."""
-    autocast: torch.dtype | None = None
+
+
+class SamplesOfStep:
+    """A checksum of the samples of each slot; all ranks learn all of them with the step's exchange."""
+
+    def __init__(self) -> None:
+        self.mine: list[int] = []
+        self.everyone: list[int] = []
+
+    def status(self) -> list[int]:
+        return self.mine
+
+    def receive(self, statuses: Sequence[list[int]]) -> None:
+        self.everyone = [each for of_rank in statuses for each in of_rank]
 
 
 class Trainer:
@@ -44,7 +56,9 @@ class Trainer:
         self.batch = Loader(batches, self.model.arena.device)
         """Inputs and targets of a step's slot, on the device."""
         self.on_step: Callable[[Totals], None] = lambda totals: None
-        optimizer.judge = self.judge
+        self._samples = SamplesOfStep()
+        optimizer.judge, optimizer.samples = self.judge, lambda: self._samples.everyone
+        optimizer.passengers.append(self._samples)
         if checkpointer:
             optimizer.passengers.append(checkpointer)
 
@@ -56,9 +70,11 @@ class Trainer:
     def train_step(self) -> Totals:
         """One step: slots, exchange, verdict, update, and a save where one is due."""
         step, model = self.progress.step + 1, self.model
+        self._samples.mine = []
         for slot in model.slots:
             x, y = self.batch(step, slot)
-            with model.phases("forward"), self.autocast():
+            self._samples.mine.append(checksum(self.batches.windows(step, slot)))
+            with model.phases("forward"):
                 loss = model(x, y)
             self._prepare_batch_after(step, slot)
             with model.phases("backward"):
@@ -77,6 +93,19 @@ class Trainer:
             self.batch.prepare(step, slot + 1)
         elif step < self.settings.last_step:
             self.batch.prepare(step + 1, slots[0])
+
+    def enter(self, membership: Membership, recorded: int) -> Settlement:
+        """Go on in another generation; all its members call it together. See `Optimizer.enter`."""
+        settled = self.optimizer.enter(membership, recorded)
+        if self.checkpointer:
+            self.checkpointer.enter()
+        return settled
+
+    def part(self) -> None:
+        """Leave the generation, whatever has become of its group."""
+        if self.checkpointer:
+            self.checkpointer.close()
+        self.model.part()
 
     @property
     def is_last(self) -> bool:
@@ -99,8 +128,7 @@ class Trainer:
         for slot in self.model.membership.slots:
             self.model.seed_slot(slot)
             x, y = self.batch(step, slot)
-            with self.autocast():
-                loss = self.model(x, y)
+            loss = self.model(x, y)
             flaws = [find_flaw("loss", loss.detach()), *self.model.gradients.inspect(loss, slot, find_flaw)]
             for flaw in filter(None, flaws):
                 unit = layout.unit_of(flaw.parameter) if flaw.parameter != "loss" else "loss"
@@ -113,12 +141,6 @@ class Trainer:
         samples = [] if slot is None else self.batches.windows(step, slot)
         rank, host = self.model.membership.rank, socket.gethostname()
         return Finding(**asdict(flaw), rank=rank, host=host, slot=slot, samples=samples, unit=unit)
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the model computes."""
-        if self.settings.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.model.arena.device.type, self.settings.autocast)
 
     def close(self) -> None:
         """Stop threads; the group stays open for whoever opened it."""

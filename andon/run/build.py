@@ -28,14 +28,17 @@ from andon.transport.base import TRANSPORTS, Group
 
 def build_trainer(config: Config, tokens: TokenSet, group: Group, device: torch.device, emit: Emit) -> Trainer:
     """The trainer of one rank; only rank 0 emits events."""
-    check_vocabulary(config, tokens)
-    optimizer = build_optimizer(config, build_model(config, device, emit), group)
-    optimizer.facts = f"{config.determinism_key} {tokens.digest}"
-    checkpointer = build_checkpointer(config, tokens, optimizer, emit)
-    trainer = Trainer(optimizer, build_batches(config, tokens), step_settings(config), checkpointer)
+    optimizer = build_optimizer(config, tokens, group, device, emit)
+    trainer = trainer_of(config, tokens, optimizer, emit)
     if config.fault:
         inject(config, optimizer)
     return trainer
+
+
+def trainer_of(config: Config, tokens: TokenSet, optimizer: Optimizer, emit: Emit) -> Trainer:
+    """The trainer of an optimizer that is there: its batches and its checkpoints."""
+    checkpointer = build_checkpointer(config, tokens, optimizer, emit)
+    return Trainer(optimizer, build_batches(config, tokens), step_settings(config), checkpointer)
 
 
 def build_model(config: Config, device: torch.device, emit: Emit = no_event) -> Llama:
@@ -61,10 +64,21 @@ def build_model(config: Config, device: torch.device, emit: Emit = no_event) -> 
     return model
 
 
-def build_optimizer(config: Config, model: Llama, group: Group) -> Optimizer:
-    """The model on its group, and AdamW over it."""
+def build_optimizer(
+    config: Config, tokens: TokenSet, group: Group, device: torch.device, emit: Emit = no_event
+) -> Optimizer:
+    """The model of a run on its group, and its optimizer."""
+    check_vocabulary(config, tokens)
+    model = build_model(config, device, emit if group.rank == 0 else no_event)
+    optimizer = optimizer_of(config, model, group)
+    optimizer.facts = f"{config.determinism_key} {tokens.digest}"
+    return optimizer
+
+
+def optimizer_of(config: Config, model: Llama, group: Group) -> Optimizer:
+    """A model that is there on its group, and AdamW over it."""
     # A transport that computes on the workers' cores would take them from forward.
-    overlap = not TRANSPORTS[group.transport].uses_worker_cores and not model.compiled
+    overlap = not TRANSPORTS[config.group.transport].uses_worker_cores and not model.compiled
     parallel = DataParallel(model, group, config.train.slots, config.seed, overlap)
     optim = config.optim
     zero = Zero(config.zero.resolve(config.group.transport), config.zero.replicas)

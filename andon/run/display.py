@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from andon.config.schema import Config
 from andon.errors import UserError, harmless
 from andon.run.events import Event
-from andon.run.plan import Memory, make_plan
+from andon.run.plan import Memory, cost_of_a_loss, make_plan
 from andon.run.terminal import Terminal
 
 PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
@@ -66,6 +66,7 @@ def show_plan(console: Console, config: Config) -> None:
     table.add_row("memory", f"about {human_bytes(plan.memory.total)} a worker: {_parts(plan.memory)}")
     if plan.sent:
         table.add_row("traffic", f"{human_bytes(plan.sent)} a step and rank")
+    table.add_row("a loss", cost_of_a_loss(config))
     table.add_row("folder", escape(str(config.run.dir)))
     panel = Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False)
     console.print(panel if console.is_terminal else table)
@@ -112,6 +113,16 @@ class Display:
 
     def _on_note(self, event: Event) -> None:
         self.console.print(event["text"], style="dim", markup=False, soft_wrap=True)
+
+    def _on_lost(self, event: Event) -> None:
+        self.console.print(event["text"], style="bold red", markup=False, soft_wrap=True)
+
+    def _on_generation(self, event: Event) -> None:
+        workers, joined = event["workers"], event["joined"]
+        who = f"{workers} worker{'s' if workers > 1 else ''}" + (f", {joined} of them new," if joined else "")
+        where = "from the checkpoint of" if event["lost_state"] else "after"
+        text = f"Going on with {who} {where} step {event['step']:,} ({event['seconds']:.1f} s, generation "
+        self.console.print(f"{text}{event['generation']})", style="bold", markup=False, soft_wrap=True)
 
     def _on_save_failed(self, event: Event) -> None:
         what = "trying once more" if event["again"] else "skipped; the earlier checkpoints are intact"

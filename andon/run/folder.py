@@ -84,7 +84,7 @@ class RunFolder:
         if resume == "none":
             return None
         if resume == "auto":
-            return self._newest_good()
+            return newest_good(self.folder / "checkpoints", self.notes)
         folder = Path(resume)
         known, found = verify_named(folder), newest(self.folder / "checkpoints")
         if known and found and step_of(found) > known.step:
@@ -96,26 +96,26 @@ class RunFolder:
             raise UserError(f"{folder} is not a checkpoint", "It has no manifest.json", remedy)
         return folder
 
-    def _newest_good(self) -> Path | None:
-        """The newest checkpoint whose every byte verifies; a damaged one is noted and skipped."""
-        checkpoints = self.folder / "checkpoints"
-        for step in reversed(steps(checkpoints)):
-            found = checkpoint_path(checkpoints, step)
-            try:
-                verify(found)
-                return found
-            except Damaged as error:
-                self.notes.append(f"{found.name} is damaged and skipped: {error}")
-        if self.notes:
-            remedy = "Restore one from a copy, or start a new run with --resume none"
-            raise UserError(f"No checkpoint in {checkpoints} is good", "; ".join(self.notes), remedy)
-        return None
-
     def begin(self, config: Config) -> None:
         """Write the configuration and remove how an earlier part of the run ended."""
         write_whole(self.folder / "config.yaml", config.to_yaml())
         for name in ("summary.json", "halt.json"):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def newest_good(checkpoints: Path, notes: list[str]) -> Path | None:
+    """The newest checkpoint whose every byte verifies; a damaged one is noted and skipped."""
+    for step in reversed(steps(checkpoints)):
+        found = checkpoint_path(checkpoints, step)
+        try:
+            verify(found)
+            return found
+        except Damaged as error:
+            notes.append(f"{found.name} is damaged and skipped: {error}")
+    if notes:
+        remedy = "Restore one from a copy, or start a new run with --resume none"
+        raise UserError(f"No checkpoint in {checkpoints} is good", "; ".join(notes), remedy)
+    return None
 
 
 def read_mark(folder: Path) -> str:

@@ -21,10 +21,10 @@ from andon.model.shape import Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic
 
-PROGRAM: Final = 166_000_000
-"""Python, torch, Andon and the math library's buffers: pages of a process's own."""
-LIBRARIES: Final = 110_000_000
-"""Pages of libraries in use, which all workers of a machine share."""
+PROGRAM: Final = 12_000_000
+"""What Python, torch and Andon take in every worker for itself."""
+SHARED: Final = 264_000_000
+"""Pages that all workers of `andon train` share: of libraries, and of what was loaded before they were forked."""
 ALLOCATOR: Final = 1.4
 """What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
 
@@ -83,7 +83,7 @@ def make_plan(config: Config) -> Plan:
     rows = max(order.rows(rank, accumulate) for rank in range(config.workers))
     on_host = config.device != "cuda"
     memory = Memory(
-        program=PROGRAM + LIBRARIES // config.workers if on_host else 0,
+        program=PROGRAM + SHARED // config.workers if on_host else 0,
         weights=weight_bytes(config) * shape.parameters,
         gradients=4 * shape.parameters * rows,
         optimizer=state_bytes(config) * owned(config),
@@ -94,6 +94,23 @@ def make_plan(config: Config) -> Plan:
     )
     tokens = config.tokens_per_step
     return Plan(shape.parameters, tokens, tokens * config.train.steps, memory, sent(config, order))
+
+
+def cost_of_a_loss(config: Config) -> str:
+    """What the loss of one worker costs with these settings, in one sentence."""
+    zero, every = config.zero.resolve(config.group.transport), config.checkpoint.every
+    back = f"all go back to the newest checkpoint, {f'up to {every:,} steps' if every else 'or to the first step'}"
+    if not TRANSPORTS[config.group.transport].goes_on:
+        return f"ends the run over {config.group.transport}; the same command resumes: {back}"
+    if config.workers == 1:
+        return f"the worker is started again: {back}"
+    if zero == "off":
+        return "no committed step: every worker has all of the state"
+    if config.zero.replicas > 1:
+        return "no committed step, unless two neighbours are lost at once: each part of the state is on two workers"
+    replicas = config.model_copy(update={"zero": config.zero.model_copy(update={"replicas": 2})})
+    more = make_plan(replicas).memory.total - make_plan(config).memory.total
+    return f"{back}; --zero.replicas 2 would lose none, for {more / 1e6:,.1f} MB more a worker"
 
 
 def weight_bytes(config: Config) -> int:

@@ -1,0 +1,326 @@
+"""The command line: one function per command, which parses and makes one call. Heavy imports are local."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from andon.cli.arguments import (
+    ANY,
+    AsJson,
+    Checkpoint,
+    Resume,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    address_of,
+    configuration,
+    new_app,
+    numbers,
+    terminal,
+    tls_of,
+    use_kernels,
+)
+from andon.cli.bench import bench_app
+from andon.cli.checkpoint import checkpoint_app
+from andon.errors import UserError
+from andon.transport.base import GroupError
+from andon.version import VERSION
+
+if TYPE_CHECKING:
+    from andon.numerics import Numerics
+
+EXIT_CODES = "Exit codes: 0 done, 1 user error, 2 usage, 3 halted, 4 stopped and saved."
+app = new_app(help=f"Data-parallel pretraining that stops the line.\n\n{EXIT_CODES}")
+config_app = new_app(name="config", help="Show and check configurations.")
+data_app = new_app(name="data", help="Show training data.")
+launch_app = new_app(name="launch", help="Print what a cluster's scheduler needs to run a configuration.")
+for _commands in (config_app, bench_app, data_app, checkpoint_app, launch_app):
+    app.add_typer(_commands)
+
+
+def main() -> None:
+    """Run a command; an error that the user can correct is three lines and exit code 1."""
+    try:
+        app()
+    except (UserError, GroupError) as error:
+        from andon.run.display import show_error
+
+        if isinstance(error, GroupError):
+            error = UserError(str(error), "A worker died or cannot be reached", "The same command resumes")
+        show_error(terminal(stderr=True), error)
+        sys.exit(1)
+    except OSError as error:
+        from andon.run.display import show_error
+        from andon.run.terminal import discard
+
+        cause = f"{error.filename or 'A file, the output or a connection'} cannot be used"
+        remedy = "Correct that and run the same command again"
+        show_error(terminal(stderr=True), UserError(f"andon stopped: {error.strerror or error}", cause, remedy))
+        discard(sys.stdout)
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    if version:
+        typer.echo(f"andon {VERSION}")
+        raise typer.Exit
+
+
+@app.command(context_settings=ANY, epilog=EXIT_CODES)
+def demo(context: typer.Context, resume: Resume = "auto") -> None:
+    """Train a small model that writes stories, in about two minutes; takes the same options as `andon train`."""
+    from andon.cluster.launch import train_demo
+    from andon.config.load import parse_arguments
+
+    paths, overrides = parse_arguments(context.args)
+    if paths:
+        cause = "It trains on the built-in stories"
+        raise UserError(f"`andon demo` takes no {paths[0]!r}", cause, f"Try `andon train {paths[0]}`")
+    sys.exit(train_demo(overrides, resume, terminal(lasting=True)))
+
+
+@app.command(context_settings=ANY, epilog=EXIT_CODES)
+def train(context: typer.Context, resume: Resume = "auto") -> None:
+    """Train on CONFIG.yaml, or on CORPUS… (files, folders, globs of .txt, .jsonl, .parquet).
+
+    Without either it trains on the built-in stories. Any configuration key is an option: --section.key value
+    (`andon config show` lists them): --workers 2 --optim.lr 3e-4 --train.steps=100
+    """
+    config = configuration(context.args)
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():  # torchrun and its like
+        use_kernels(config.numerics)
+        from andon.cluster.torchrun import run
+
+        sys.exit(run(config, resume, terminal(lasting=True)))
+    from andon.cluster.launch import train as launch
+
+    sys.exit(launch(config, resume, terminal(lasting=True)))
+
+
+@app.command(context_settings={**ANY, "allow_interspersed_args": False}, epilog=EXIT_CODES)
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="A Python script that calls andon.init().")],
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes on this machine.")] = 1,
+    native: Annotated[bool, typer.Option("--native", help="Take the fastest kernels, not the portable ones.")] = False,
+) -> None:
+    """Run SCRIPT ARGS… on local workers that exchange through shared memory.
+
+    Rank 0 writes to the terminal, the others to runs/SCRIPT/logs. Ctrl-C saves what andon.load and andon.save know of,
+    after the step.
+    """
+    from andon.cluster.scripts.run import run_script
+
+    kernels: Numerics = "native" if native else "portable"
+    sys.exit(run_script(script, context.args, workers, kernels, terminal(lasting=True)))
+
+
+@app.command(context_settings=ANY, epilog=EXIT_CODES)
+def coordinator(
+    context: typer.Context,
+    resume: Resume = "auto",
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; default: every address of this machine.")] = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_ca: TlsCa = "",
+) -> None:
+    """Coordinate a run whose --workers N are started elsewhere with `andon worker HOST`.
+
+    Workers must know the run's token: the file `token` in the run's folder, or ANDON_TOKEN.
+    """
+    from andon.cluster.launch import Door, serve
+
+    config = configuration(context.args)
+    host, port = address_of(bind) if bind else ("", None)
+    tls = tls_of(tls_cert, tls_key, tls_ca)
+    if tls:
+        tls.check_accepts()
+    sys.exit(serve(config, resume, Door(host, port, tls), terminal(lasting=True)))
+
+
+@app.command(epilog=EXIT_CODES)
+def worker(
+    address: Annotated[str, typer.Argument(help="HOST[:PORT] of the coordinator.")],
+    token_file: Annotated[Path | None, typer.Option(help="The run's token; default: ANDON_TOKEN.")] = None,
+    folder: Annotated[Path, typer.Option(help="The only folder in which the run may write here.")] = Path(),
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the coordinator to be there.")] = 600.0,
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_ca: TlsCa = "",
+) -> None:
+    """Join a coordinator: it sends the configuration and, unless this machine has it, the data."""
+    from andon.cluster.launch import PORT, join_run
+    from andon.cluster.worker import Access
+    from andon.control.token import token_of_worker
+
+    host, port = address_of(address)
+    tls, console = tls_of(tls_cert, tls_key, tls_ca), terminal(lasting=True)
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    access = Access(token_of_worker(token_file, wait, say), None, tls, folder, wait, say)
+    sys.exit(join_run((host, PORT if port is None else port), access))
+
+
+@launch_app.command("slurm", context_settings=ANY)
+def launch_slurm(context: typer.Context) -> None:
+    """Print a job script for `sbatch`: one task per worker; it goes on after a kill, a requeue or the time limit."""
+    from andon.commands.schedulers import slurm_script
+
+    typer.echo(slurm_script(configuration(context.args), context.args), nl=False)
+
+
+@launch_app.command("k8s", context_settings=ANY)
+def launch_k8s(
+    context: typer.Context,
+    image: Annotated[str, typer.Option(help="A container image with Andon.")] = "andon:latest",
+    claim: Annotated[str, typer.Option(help="A ReadWriteMany volume claim for the run's folder.")] = "runs",
+) -> None:
+    """Print a manifest for `kubectl apply`: a coordinator and its workers, which go on after a kill or an eviction."""
+    from andon.commands.schedulers import kubernetes_manifest
+
+    typer.echo(kubernetes_manifest(configuration(context.args), image, claim), nl=False)
+
+
+@app.command(context_settings=ANY)
+def prepare(context: typer.Context) -> None:
+    """Tokenize CORPUS… into the cache without training."""
+    from andon.commands.data import show_corpus
+
+    show_corpus(configuration(context.args), terminal())
+
+
+@app.command(context_settings=ANY)
+def plan(context: typer.Context, as_json: AsJson = False) -> None:
+    """Print memory and traffic of a configuration, and what other settings would change."""
+    from andon.commands.plan import main as run
+
+    run(configuration(context.args), as_json, terminal())
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Argument(help="The beginning of the text.")] = "",
+    count: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 1,
+    length: Annotated[int, typer.Option(min=0, help="Most tokens per text; 0: up to the context.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+) -> None:
+    """Write text with the model of a checkpoint."""
+    use_kernels()
+    from andon.commands.generate import generate as run
+
+    run(checkpoint, prompt, count=count, length=length, temperature=temperature, seed=seed)
+
+
+@app.command()
+def evaluate(
+    checkpoint: Checkpoint, windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256
+) -> None:
+    """Print loss, bits per byte and, for the built-in stories, the share of valid samples of a checkpoint."""
+    use_kernels()
+    from andon.commands.generate import evaluate as run
+
+    run(checkpoint, windows, terminal())
+
+
+@app.command()
+def doctor() -> None:
+    """Print what a bug report needs: versions, cores, memory, devices, ports, shared memory."""
+    from andon.commands.doctor import examine
+
+    examine(terminal())
+
+
+@app.command(context_settings=ANY)
+def profile(
+    context: typer.Context,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to profile.")] = 3,
+    trace: Annotated[Path, typer.Option(help="Where the Chrome trace goes.")] = Path("trace.json"),
+    rows: Annotated[int, typer.Option(min=1, help="Operations to print.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Print where the time of a step of CONFIG.yaml goes, and write a Chrome trace; takes the options of `andon train`.
+
+    One worker, random tokens: no corpus is needed. Kernels of the GPU, or operations of the CPU."""
+    config = configuration(context.args)
+    use_kernels(config.numerics)
+    from andon.bench.profile import main as run
+
+    run(config, steps, trace, rows, as_json)
+
+
+@app.command()
+def drill(transport: Annotated[str, typer.Option(help="A transport that connects workers.")] = "shm") -> None:
+    """Inject every kind of fault into a small run on this machine and check that the run stops.
+
+    Faults can also be given to `andon train` as --fault kind:key=value,… (repeatable):
+    nan|inf:rank=1,step=7[,slot=S][,parameter=NAME] ·
+    bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second|master][,bit=K] ·
+    die|stall:rank=1,step=5[,at=forward|backward|exchange|optimizer][,seconds=N]
+    (while that step is saved: at=snapshot|write|sync|wrote|manifest|rename|renamed|prune)
+    """
+    from andon.commands.drill import drill as run
+
+    sys.exit(run(transport, terminal()))
+
+
+@config_app.command("show", context_settings=ANY)
+def config_show(context: typer.Context) -> None:
+    """Print the configuration that CONFIG.yaml, presets and overrides resolve to."""
+    typer.echo(configuration(context.args).to_yaml(), nl=False)
+
+
+@config_app.command("validate", context_settings=ANY)
+def config_validate(context: typer.Context) -> None:
+    """Check CONFIG.yaml and overrides."""
+    config = configuration(context.args)
+    typer.echo(f"valid: {config.model.preset}, {config.train.steps:,} steps, {config.workers} workers")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of configurations."""
+    from andon.config.schema import Config
+
+    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+
+
+@app.command()
+def resize(
+    run: Annotated[Path, typer.Argument(help="Folder of a run of `andon train` that goes on.")],
+    workers: Annotated[int, typer.Argument(help="Number of workers from now on.")],
+) -> None:
+    """Have a run go on with more or fewer workers, from its next step on."""
+    from andon.run.resize import wish
+
+    wish(run, workers)
+    typer.echo(f"If a run goes on in {run}, it does so with {workers} workers after its current step")
+
+
+@app.command()
+def audit(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
+    """Prove that a run has used every sample of every committed step exactly once."""
+    from andon.commands.audit import audit
+
+    audit(run, terminal())
+
+
+@data_app.command("show")
+def data_show(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    windows: Annotated[str, typer.Option(help="Window numbers, as named in a halt: 12,480")],
+) -> None:
+    """Print the text of training windows."""
+    from andon.commands.data import show_windows
+
+    show_windows(run, numbers("--windows", windows), terminal())
