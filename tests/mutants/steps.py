@@ -515,8 +515,8 @@ MUTANTS = [
         "norm-of-my-cells",
         "The norm is that of the cells that a rank owns.",
         "engine/exchange.py",
-        "        self.membership.group.all_gather(self._norms, self._bounds)\n",
-        "",
+        "self.membership.group.all_gather(self._norms, self._bounds)",
+        "pass",
         (NUMBERS,),
     ),
     Mutant(
