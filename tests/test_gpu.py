@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from torch import nn
 
 import andon
+from andon.checkpoint.manifest import read as manifest
 from andon.engine.loader import Loader
 from andon.engine.reading import Reading
 from andon.transport.local import LocalGroup
 from tests.runs import andon as run
 from tests.runs import events, summary
+from tests.test_goes_on import run_of, steps_after, stop, wait_for, wait_for_newest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,8 +83,33 @@ def test_a_bad_step_is_skipped_alike_with_and_without_an_exchange(tmp_path: Path
 
 def test_a_killed_run_resumes_with_another_number_of_workers_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole = train(tmp_path, "--workers=1", name="whole")
-    train(tmp_path, "--workers=2", "--fault=die:rank=1,step=10", code=1)
+    train(tmp_path, "--workers=1", "--restarts=0", "--fault=die:rank=0,step=10", code=1)
     assert train(tmp_path, "--workers=3")["weights_blake3"] == whole["weights_blake3"]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_goes_on_without_a_killed_worker_and_ends_with_the_same_bits(tmp_path: Path, replicas: int) -> None:
+    whole = train(tmp_path, "--workers=1", name="whole")
+    options = ("--workers=2", "--zero.policy=even", f"--zero.replicas={replicas}")
+    found = train(tmp_path, *options, "--fault=die:rank=1,step=10")
+    assert found["weights_blake3"] == whole["weights_blake3"]
+    assert events(tmp_path / "run", "generation")
+
+
+def test_a_run_that_grows_and_shrinks_gives_the_answer_of_one_worker(tmp_path: Path) -> None:
+    """Alone, a worker updates ahead of the verdict; together with another it does not."""
+    options = ("--workers=1", "--train.compile=false", "--optim.schedule=constant")
+    process = run_of(tmp_path, *SMALL, *options, "--train.steps=100000", executed=True)
+    for workers in (2, 1):
+        code, said = run("resize", "run", str(workers), cwd=tmp_path)
+        assert code == 0, said
+        wait_for_newest(tmp_path / "run", process, workers)
+        at = time.time()
+        wait_for(process, lambda at=at: steps_after(tmp_path / "run", at)[3:])
+    step, _ = stop(process, tmp_path / "run")
+    train(tmp_path, *options, f"--train.steps={step}", name="whole")
+    saved = (manifest(tmp_path / name / "checkpoints" / f"checkpoint-{step}") for name in ("run", "whole"))
+    assert len({json.dumps(each.units) for each in saved}) == 1
 
 
 def test_faster_kernels_train_with_all_checks(tmp_path: Path) -> None:
