@@ -235,6 +235,22 @@ def evaluate(
 
 
 @app.command()
+def board(
+    runs: Annotated[list[Path] | None, typer.Argument(help="Folders of runs, or folders that hold them.")] = None,
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; off loopback it asks for the run's token.")] = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+) -> None:
+    """Show runs in a browser, live or finished: loss, workers, saves, samples, halts. Also serves /metrics."""
+    from andon.commands.board import board as run
+
+    if bool(tls_cert) != bool(tls_key):
+        raise UserError("TLS needs a certificate and a key", "Only one was given", "Give --tls-cert and --tls-key")
+    address = _address(bind) if bind else ("127.0.0.1", None)
+    run(runs or [Path("runs")], address, (tls_cert, tls_key) if tls_cert else None, _console())
+
+
+@app.command()
 def doctor() -> None:
     """Print what a bug report needs: versions, cores, memory, devices, ports, shared memory."""
     from andon.commands.doctor import examine

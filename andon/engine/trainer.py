@@ -59,6 +59,7 @@ class Trainer:
         self.stop = optimizer.stop
         self.on_step: Callable[[Totals], None] = lambda totals: None
         optimizer.judge = self.judge
+        optimizer.passengers.append(self.model.phases)
         if checkpointer:
             optimizer.passengers.append(checkpointer)
 
@@ -81,7 +82,8 @@ class Trainer:
         totals = self.optimizer.step(self.settings.clip)
         self.on_step(totals)
         if self.checkpointer:
-            self.checkpointer.after(step, last=self.is_last)
+            with model.phases("save"):
+                self.checkpointer.after(step, last=self.is_last)
         return totals
 
     @property

@@ -22,6 +22,8 @@ from andon.transport.base import Group
 
 T = TypeVar("T")
 BUSY = b"busy"
+TEXTS_OF_HALT = 8
+LONGEST_TEXT = 600  # characters of a sample in a halt
 HEARTBEAT = 0.2  # seconds between signs of life of a rank 0 that is busy
 
 
@@ -47,10 +49,17 @@ class Run:
         try:
             self._loop()
         except JidokaHalt as halt:
-            self.emit(event("halt", **halt.fields(), data=self.tokens.digest))
+            self.emit(event("halt", **halt.fields(), data=self.tokens.digest, texts=self._texts(halt)))
             if self.trainer.checkpointer:
                 self.trainer.checkpointer.after_halt(halt)
             raise
+
+    def _texts(self, halt: JidokaHalt) -> dict[str, str]:
+        """The beginnings of the first samples that a halt names, by window."""
+        context = self.config.train.context
+        windows = dict.fromkeys(window for finding in halt.findings for window in finding.samples)
+        read = [(window, self.tokens.read(window * context, context)) for window in list(windows)[:TEXTS_OF_HALT]]
+        return {str(window): self.tokenizer.decode(tokens.tolist())[:LONGEST_TEXT] for window, tokens in read}
 
     def _loop(self) -> None:
         steps, progress = self.config.train.steps, self.trainer.progress
@@ -63,6 +72,10 @@ class Run:
                 floor=self.floor(),
                 data=data,
                 probe=dict(self.config.probe),
+                steps=steps,
+                workers=self.group.world_size,
+                parameters=self.config.shape.parameters,
+                model=self.config.model.preset,
             )
         )
         while progress.step < steps:
@@ -77,7 +90,8 @@ class Run:
 
     def _emit_step(self, totals: Totals) -> None:
         seconds = time.monotonic() - self._step_began
-        timings = self.trainer.model.phases.milliseconds
+        phases = self.trainer.model.phases
+        skipped = {} if totals.sound else {"skipped": True}
         self.emit(
             event(
                 "step",
@@ -87,7 +101,9 @@ class Run:
                 tokens_per_s=round(totals.tokens / seconds, 1),
                 lr=self.trainer.optimizer.lr,
                 grad_norm=totals.norm,
-                **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in timings.items()},
+                **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in phases.milliseconds.items()},
+                **({"rank_ms": phases.of_ranks} if phases.of_ranks else {}),
+                **skipped,
             )
         )
 
