@@ -42,7 +42,9 @@ def tree() -> dict[str, str]:
 
 def test_the_tree_names_every_file_and_says_what_it_is_for() -> None:
     package = ROOT / "andon"
-    found = [path for path in package.rglob("*") if path.is_file() and path.suffix in (".py", ".txt")]
+    found = [
+        path for path in package.rglob("*") if path.is_file() and path.suffix in (".py", ".txt", ".html", ".css", ".js")
+    ]
     # A folder stands for its __init__.py.
     files = {path for path in found if path.name != "__init__.py" or path.parent == package}
     folders = {path.parent for path in files}

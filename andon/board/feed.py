@@ -175,5 +175,3 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-

@@ -62,7 +62,7 @@ class Story:
         """The last step."""
         self.time, self.started = 0.0, 0.0
         self._intervals: deque[float] = deque(maxlen=32)
-        self._compute: deque[list[float]] = deque(maxlen=12)
+        self._times: deque[dict[str, Any]] = deque(maxlen=12)
         self._last_step = 0.0
 
     def add(self, event: Event) -> None:
@@ -84,7 +84,7 @@ class Story:
         self.skipped += event.get("skipped") is True
         times = event.get("rank_ms")
         if isinstance(times, dict):
-            self._compute.append(_compute_ms(times))
+            self._times.append(times)
 
     @property
     def step_seconds(self) -> float:
@@ -115,12 +115,12 @@ class Story:
     def _slow(self) -> dict[int, float]:
         """Ranks whose forward and backward take much longer than the others' in most of the last steps."""
         found: dict[int, list[float]] = {}
-        for times in self._compute:
+        for times in map(_compute_ms, self._times):
             for rank, took in enumerate(times if len(times) > 1 else []):
                 usual = median(times[:rank] + times[rank + 1 :])
                 if usual > 0 and took > SLOW * usual:
                     found.setdefault(rank, []).append(took / usual)
-        return {rank: median(ratios) for rank, ratios in found.items() if 2 * len(ratios) > len(self._compute)}
+        return {rank: median(ratios) for rank, ratios in found.items() if 2 * len(ratios) > len(self._times)}
 
     def _on_worker(self, event: Event) -> None:
         rank = integer(event.get("rank"))
@@ -157,9 +157,7 @@ class Story:
         self._new_generation(event, why)
 
     def _new_generation(self, event: Event, why: str) -> None:
-        number = integer(event.get("generation")) or (
-            self.generations[-1]["generation"] + 1 if self.generations else 1
-        )
+        number = integer(event.get("generation")) or (self.generations[-1]["generation"] + 1 if self.generations else 1)
         here = sum(worker.lamp in ("running", "waiting") for worker in self.workers.values())
         workers = integer(event.get("workers")) or here
         entry = {"generation": number, "time": self.time, "step": self.step, "workers": workers, "why": why}
@@ -254,9 +252,7 @@ class Story:
 
     def lanes_now(self) -> list[dict[str, Any]]:
         """Every worker's lane."""
-        return [
-            {"rank": rank, "spans": [asdict(span) for span in spans]} for rank, spans in sorted(self.lanes.items())
-        ]
+        return [{"rank": rank, "spans": [asdict(span) for span in spans]} for rank, spans in sorted(self.lanes.items())]
 
 
 def _compute_ms(times: dict[str, Any]) -> list[float]:

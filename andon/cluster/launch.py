@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -13,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from andon.board.serve import beside
 from andon.cluster.bf16 import check_bf16
 from andon.cluster.processes import Command, Workers
 from andon.cluster.signals import save_on_signal
@@ -145,6 +147,8 @@ def _coordinate(
     token = token_of_run(folder.folder) if door else new_token()
     credentials = Credentials(token, door.tls if door else None)
     with contextlib.ExitStack() as stack:
+        if config.run.board and console.is_terminal:
+            stack.enter_context(beside(config.run.dir, partial(console.print, style="dim", soft_wrap=True)))
         recorder, emit = stack.enter_context(recording(config, folder, console))
         server = None
         if TRANSPORTS[config.group.transport].needs_server:

@@ -191,6 +191,8 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     dir: Path = Path("runs/default")
     """The folder of the run: metrics, summary, checkpoints."""
+    board: bool = True
+    """Show the run on a page of this machine while it lasts, if it was started on a terminal."""
 
 
 class Config(Section):
