@@ -251,6 +251,19 @@ def board(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    to: Annotated[str, typer.Option(help="csv, tensorboard or wandb.")] = "csv",
+    output: Annotated[Path | None, typer.Option(help="Where to write; default: into the run's folder.")] = None,
+    online: Annotated[bool, typer.Option("--online", help="wandb: send it now, not later with `wandb sync`.")] = False,
+) -> None:
+    """Write a run's metrics for another tool: train/loss, val/loss, …, each step once."""
+    from andon.commands.export import export as write
+
+    write(run, to, output, online, _console())
+
+
+@app.command()
 def doctor() -> None:
     """Print what a bug report needs: versions, cores, memory, devices, ports, shared memory."""
     from andon.commands.doctor import examine
