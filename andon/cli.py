@@ -39,11 +39,16 @@ for _commands in (config_app, bench_app, data_app, checkpoint_app, launch_app):
 
 Resume = Annotated[str, typer.Option(help="auto: the newest good checkpoint of the run; none: a new run; or a path.")]
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
+Model = Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest good one.")]
 Preset = Annotated[str, typer.Option(help="The model.")]
 Workers = Annotated[int, typer.Option(min=1, help="Workers.")]
 TlsCert = Annotated[str, typer.Option(help="PEM certificate of this process; turns TLS on.")]
 TlsKey = Annotated[str, typer.Option(help="PEM key of that certificate.")]
 TlsCa = Annotated[str, typer.Option(help="PEM certificate of the authority that peers' certificates come from.")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG.yaml | CORPUS]", help="What to train on; and --KEY VALUE, in any order."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Checkpoints = Annotated[Path, typer.Argument(help="A run, its folder of checkpoints, or one checkpoint.")]
 
@@ -91,13 +96,27 @@ def demo(context: typer.Context, resume: Resume = "auto") -> None:
 
 
 @app.command(context_settings=ANY, epilog=EXIT_CODES)
-def train(context: typer.Context, resume: Resume = "auto") -> None:
-    """Train on CONFIG.yaml, or on CORPUS… (files, folders, globs of .txt, .jsonl, .parquet).
+def train(words: Words = None, resume: Resume = "auto") -> None:
+    """Train on CONFIG.yaml, or on CORPUS…: files, folders and globs of .txt, .md, .jsonl, .parquet, also .gz.
 
-    Without either it trains on the built-in stories. Any configuration key is an option: --section.key value
-    (`andon config show` lists them): --workers 2 --optim.lr 3e-4 --train.steps=100
+    Without either it trains on the built-in stories. Every key of the configuration is an option, --KEY VALUE or
+    --KEY=VALUE; `andon config show` lists all of them with their help. Those used most:
+
+    \b
+    --model.preset NAME      tiny, 30m, 124m, 350m or 1b (`andon config presets`)
+    --workers N              worker processes on this machine
+    --threads N              compute threads of each
+    --train.steps N          steps of the whole run
+    --train.slots N          micro-batches a step, divided among the workers
+    --train.context N        tokens of a window
+    --optim.lr RATE          peak learning rate
+    --device DEVICE          auto, cpu or cuda
+    --run.dir FOLDER         where the run lives; the same command resumes it
+    --run.board false        no page beside the run
+    --checkpoint.every N     steps between saves
+    --on_nonfinite skip      skip a step with a bad gradient instead of halting
     """
-    config = _config(context.args)
+    config = _config(words or [])
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():  # torchrun and its like
         _choose_kernels(config.numerics)
         from andon.cluster.torchrun import run
@@ -209,7 +228,7 @@ def plan(context: typer.Context, as_json: AsJson = False) -> None:
 
 @app.command()
 def generate(
-    checkpoint: Checkpoint,
+    checkpoint: Model,
     prompt: Annotated[str, typer.Argument(help="The beginning of the text.")] = "",
     count: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 1,
     length: Annotated[int, typer.Option(min=0, help="Most tokens per text; 0: up to the context.")] = 0,
@@ -225,7 +244,7 @@ def generate(
 
 @app.command()
 def evaluate(
-    checkpoint: Checkpoint, windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256
+    checkpoint: Model, windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256
 ) -> None:
     """Print loss, bits per byte and, for the built-in stories, the share of valid samples of a checkpoint."""
     _choose_kernels()
@@ -419,9 +438,20 @@ def checkpoint_prune(
 
 
 @config_app.command("show", context_settings=ANY)
-def config_show(context: typer.Context) -> None:
-    """Print the configuration that CONFIG.yaml, presets and overrides resolve to."""
-    typer.echo(_config(context.args).to_yaml(), nl=False)
+def config_show(words: Words = None, as_json: AsJson = False) -> None:
+    """Print the configuration that CONFIG.yaml, presets and options resolve to, with the help of each key."""
+    from andon.config.show import annotated
+
+    config = _config(words or [])
+    typer.echo(config.model_dump_json() + "\n" if as_json else annotated(config), nl=False)
+
+
+@config_app.command("presets")
+def config_presets(as_json: AsJson = False) -> None:
+    """List the presets: sizes of the model, and settings that train it well."""
+    from andon.config.show import show_presets
+
+    show_presets(_console(), as_json)
 
 
 @config_app.command("validate", context_settings=ANY)

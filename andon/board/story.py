@@ -81,7 +81,7 @@ class Story:
             self.time = self._last_step = moment
         self.step, self.last, self.state = step, event, "running"
         self.tokens += integer(event.get("tokens"))
-        self.skipped += event.get("skipped") is True
+        self.skipped += bool(event.get("skipped"))
         times = event.get("rank_ms")
         if isinstance(times, dict):
             self._times.append(times)

@@ -27,9 +27,10 @@ from andon.control.link import Message
 from andon.control.token import FILE, VARIABLE, Credentials, environment, new_token, token_of_run
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
-from andon.run.display import Display, show_error, show_plan
+from andon.run.display import Display, show_error
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
+from andon.run.outlook import machine_notes, show_corpus_plan, show_plan
 from andon.run.prepare import prepare_tokens
 from andon.transport.base import TRANSPORTS, GroupError, PeerLost
 from andon.transport.tcp.entrance.tls import Tls
@@ -43,6 +44,8 @@ def train(config: Config, resume: str, console: Console) -> int:
     """`andon train`: start the workers of a run here and wait for them; gives the exit code."""
     config = absolute(config).on_this_machine()
     check_bf16(config)
+    for note in machine_notes(config):
+        console.print(note, style="yellow", soft_wrap=True)
     with run_folder(config, resume, console) as (folder, checkpoint):
         return _coordinate(config, folder, checkpoint, console)
 
@@ -117,6 +120,8 @@ def recording(config: Config, folder: RunFolder, console: Console) -> Iterator[t
                 folder.begin(config.model_copy(update={"probe": event["probe"]}))
             recorder.emit(event)
 
+        for step, damage in folder.damaged:
+            emit(event("damaged", step=step, reason=damage))
         for note in folder.notes:
             emit(event("note", text=note))
         yield recorder, emit
@@ -127,6 +132,7 @@ def _coordinate(
 ) -> int:
     """Coordinate a run: start its workers here, or wait at a door for those that are started elsewhere."""
     tokens = prepare_tokens(config, console)
+    show_corpus_plan(console, config, tokens.meta["documents"], tokens.token_count)
     logs = config.run.dir / "logs"
     workers: Workers | None = None
     kinds: set[str] = set()

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from andon.bench.numerics import cost
 from andon.numerics import has_avx2
-from andon.run.display import human_bytes
+from andon.run.terminal import human_bytes
 from andon.version import VERSION
 
 PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic", "transformers", "pyarrow")

@@ -18,6 +18,7 @@ from andon.model.generate import sample
 from andon.model.hub import load_model
 from andon.run import evaluate as evaluation
 from andon.run.build import build_batches
+from andon.run.folder import RunFolder
 from andon.run.prepare import prepare_tokens
 from andon.transport.local import LocalGroup
 
@@ -25,7 +26,7 @@ from andon.transport.local import LocalGroup
 def generate(folder: Path, prompt: str, *, count: int, length: int, temperature: float, seed: int) -> None:
     """Print texts that continue a prompt."""
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    verify_named(folder)
+    folder = checkpoint_of(folder)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     start = [tokenizer.end, *tokenizer.encode(prompt)]
     context = model.shape.context
@@ -37,9 +38,23 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
         print(harmless(text) if sys.stdout.isatty() else text, flush=True)
 
 
+def checkpoint_of(folder: Path) -> Path:
+    """A checkpoint that was verified: the one that is named, or the newest good one of the run that is named."""
+    if not (folder / "checkpoints").is_dir():
+        verify_named(folder)
+        return folder
+    run = RunFolder(folder)
+    found = run.newest_good()
+    for note in run.notes:
+        print(harmless(note), file=sys.stderr)
+    if found is None:
+        raise UserError(f"{folder} has no checkpoint yet", "The run has not saved", "Wait for its first save")
+    return found
+
+
 def evaluate(folder: Path, windows: int, console: Console) -> None:
     """Print a checkpoint's loss on the held-out windows of its corpus, and its valid share of stories."""
-    verify_named(folder)
+    folder = checkpoint_of(folder)
     state = load_state(folder)
     if not isinstance(state.get("config"), dict):
         cause = "Its state.json has no configuration: a script saved it"

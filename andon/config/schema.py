@@ -79,7 +79,7 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     corpus: tuple[Annotated[str, Field(min_length=1)], ...] = Field(("stories",), min_length=1)
-    """`stories` (built in), or files, folders and globs of .txt, .jsonl and .parquet."""
+    """`stories` (built in), or files, folders and globs of .txt, .md, .jsonl, .json and .parquet, also .gz."""
     stories: int = Field(20_000, gt=0, le=10**9)
     """Number of built-in stories to train on."""
     tokenizer: str = "bpe"

@@ -1,7 +1,7 @@
 """Events: the one record of a run; everything that shows a run reads them.
 
 An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds: `worker` ·
-`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `stopped` · `halt` · `done`.
+`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `damaged` · `stopped` · `halt` · `done`.
 `metrics.jsonl` holds them all. `summary.json` holds the last `done`, `halt.json` the last `halt`.
 """
 

@@ -26,6 +26,8 @@ class RunFolder:
         self._mark = f"{os.getpid()} {secrets.token_hex(8)}"
         self.notes: list[str] = []
         """What the user should know about the resume."""
+        self.damaged: list[tuple[int, str]] = []
+        """Steps of damaged checkpoints, and what is wrong with them."""
 
     def take(self) -> None:
         """Create the folder and lock it for this process."""
@@ -84,7 +86,7 @@ class RunFolder:
         if resume == "none":
             return None
         if resume == "auto":
-            return self._newest_good()
+            return self.newest_good()
         folder = Path(resume)
         known, found = verify_named(folder), newest(self.folder / "checkpoints")
         if known and found and step_of(found) > known.step:
@@ -96,7 +98,7 @@ class RunFolder:
             raise UserError(f"{folder} is not a checkpoint", "It has no manifest.json", remedy)
         return folder
 
-    def _newest_good(self) -> Path | None:
+    def newest_good(self) -> Path | None:
         """The newest checkpoint whose every byte verifies; a damaged one is noted and skipped."""
         checkpoints = self.folder / "checkpoints"
         for step in reversed(steps(checkpoints)):
@@ -105,10 +107,13 @@ class RunFolder:
                 verify(found)
                 return found
             except Damaged as error:
-                self.notes.append(f"{found.name} is damaged and skipped: {error}")
-        if self.notes:
-            remedy = "Restore one from a copy, or start a new run with --resume none"
-            raise UserError(f"No checkpoint in {checkpoints} is good", "; ".join(self.notes), remedy)
+                self.damaged.append((step, str(error)))
+                show = f"`andon checkpoint verify {found}` shows all of it"
+                self.notes.append(f"{found.name} is damaged and skipped: {error} ({show})")
+        if self.damaged:
+            cause = "; ".join(f"checkpoint-{step} is damaged: {reason}" for step, reason in self.damaged)
+            remedy = f"`andon checkpoint verify {checkpoints}` shows it; restore one, or start anew with --resume none"
+            raise UserError(f"No checkpoint in {checkpoints} is good", cause, remedy)
         return None
 
     def begin(self, config: Config) -> None:

@@ -1,6 +1,7 @@
 """The loop of a run: steps, and what happens between them: events, evaluation, samples, the end."""
 
 import contextlib
+import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -36,7 +37,8 @@ class Run:
         self.emit: Emit = emit if self.is_rank_0 else no_event
         self.tokenizer = tokens.tokenizer()
         self.on_stories = config.data.corpus == ("stories",)
-        self._sampled = self._step_began = time.monotonic()
+        self._began = self._sampled = self._step_began = time.monotonic()
+        self._tokens_before = trainer.progress.tokens
         trainer.on_step = self._emit_step
 
     @property
@@ -91,7 +93,7 @@ class Run:
     def _emit_step(self, totals: Totals) -> None:
         seconds = time.monotonic() - self._step_began
         phases = self.trainer.model.phases
-        skipped = {} if totals.sound else {"skipped": True}
+        skipped = {} if totals.sound else {"skipped": totals.complaint}
         self.emit(
             event(
                 "step",
@@ -159,9 +161,18 @@ class Run:
         compiled = self.config.train.compile
         return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
+    def _cost(self, peaks: list[int]) -> dict[str, float]:
+        """What this part of the run took; `peak_memory` is that of the worker that held most."""
+        seconds, tokens = time.monotonic() - self._began, self.trainer.progress.tokens - self._tokens_before
+        return {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1), "peak_memory": max(peaks)}
+
     def _finish(self) -> None:
         result, progress = self.evaluate(), self.trainer.progress
         samples = while_others_wait(self.group, lambda: self.write(3, seed=progress.step))
+        peaks = [
+            int(peak)
+            for peak in self.group.all_gather_bytes(str(peak_memory(self.trainer.model.arena.device)).encode())
+        ]
         if self.is_rank_0:
             summary = {
                 "step": progress.step,
@@ -173,10 +184,18 @@ class Run:
                 "transport": self.config.group.transport,
                 "workers": self.group.world_size,
                 "skipped": progress.skipped,
+                **self._cost(peaks),
             }
             summary |= {key: result[key] for key in ("valid_share", "known") if key in result}
             self.emit(event("done", **summary, samples=samples))
         self.group.barrier()
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: on its GPU, or in memory, what it shares included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def while_others_wait(group: Group, work: Callable[[], T]) -> T | None:
