@@ -28,7 +28,7 @@ new_app = partial(
     typer.Typer, no_args_is_help=True, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False
 )
 EXIT_CODES = "Exit codes: 0 done, 1 user error, 2 usage, 3 halted, 4 stopped and saved."
-app = new_app(help=f"Data-parallel pretraining that stops the line.\n\n{EXIT_CODES}")
+app = new_app(add_completion=True, help=f"Data-parallel pretraining that stops the line.\n\n{EXIT_CODES}")
 config_app = new_app(name="config", help="Show and check configurations.")
 bench_app = new_app(name="bench", help="Measure this machine.")
 data_app = new_app(name="data", help="Show training data.")
@@ -49,6 +49,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="[CONFIG.yaml | CORPUS]", help="What to train on; and --KEY VALUE, in any order."),
 ]
+RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
+Runs = Annotated[list[Path] | None, typer.Argument(help="Folders of runs, or folders that hold them; default: runs/.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Checkpoints = Annotated[Path, typer.Argument(help="A run, its folder of checkpoints, or one checkpoint.")]
 
@@ -255,7 +257,7 @@ def evaluate(
 
 @app.command()
 def board(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Folders of runs, or folders that hold them.")] = None,
+    runs: Runs = None,
     bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; off loopback it asks for the run's token.")] = "",
     tls_cert: TlsCert = "",
     tls_key: TlsKey = "",
@@ -270,8 +272,38 @@ def board(
 
 
 @app.command()
+def status(runs: Runs = None, as_json: AsJson = False) -> None:
+    """Print state, step, loss and speed of every run."""
+    from andon.commands.runs import status as show
+
+    show(runs or [Path("runs")], as_json, _console())
+
+
+@app.command()
+def stop(
+    run: RunFolder, wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until it has saved.")] = 120.0
+) -> None:
+    """Let a run of this machine save after its step and end, as Ctrl-C does; the same command resumes it."""
+    from andon.commands.runs import stop as end
+
+    end(run, wait, _console())
+
+
+@app.command()
+def plot(
+    run: RunFolder,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A .png; default: in the terminal.")] = None,
+    curve: Annotated[str, typer.Option(help="loss, tokens_per_s, grad_norm, lr or mfu.")] = "loss",
+) -> None:
+    """Draw a curve of a run, in the terminal or as a PNG."""
+    from andon.commands.runs import plot as draw
+
+    draw(run, output, curve, _console())
+
+
+@app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    run: RunFolder,
     to: Annotated[str, typer.Option(help="csv, tensorboard or wandb.")] = "csv",
     output: Annotated[Path | None, typer.Option(help="Where to write; default: into the run's folder.")] = None,
     online: Annotated[bool, typer.Option("--online", help="wandb: send it now, not later with `wandb sync`.")] = False,
@@ -283,11 +315,11 @@ def export(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Print what a bug report needs: versions, cores, memory, devices, ports, shared memory."""
     from andon.commands.doctor import examine
 
-    examine(_console())
+    examine(as_json, _console())
 
 
 @app.command()
@@ -401,11 +433,12 @@ def bench_checkpoint(
 def checkpoint_ls(
     path: Checkpoints,
     verify: Annotated[bool, typer.Option("--verify", help="Verify every byte, not only sizes.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print step, loss, size, age and verdict of every checkpoint."""
     from andon.commands.checkpoint import show
 
-    show(path, verify, _console())
+    show(path, verify, as_json, _console())
 
 
 @checkpoint_app.command("verify")
@@ -471,8 +504,7 @@ def config_schema() -> None:
 
 @data_app.command("show")
 def data_show(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    windows: Annotated[str, typer.Option(help="Window numbers, as named in a halt: 12,480")],
+    run: RunFolder, windows: Annotated[str, typer.Option(help="Window numbers, as named in a halt: 12,480")]
 ) -> None:
     """Print the text of training windows."""
     from andon.commands.data import show_windows
