@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -120,6 +121,15 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
         return psutil.Process(process.pid).children()
     except psutil.NoSuchProcess:
         return []
+
+
+def read_terminal(descriptor: int) -> str:
+    """What a pseudo-terminal shows next; nothing after its process has ended."""
+    ready, _, _ = select.select([descriptor], [], [], 0.2)
+    try:
+        return os.read(descriptor, 1 << 16).decode(errors="replace") if ready else ""
+    except OSError:
+        return ""
 
 
 def finish(process: subprocess.Popen[str]) -> str:

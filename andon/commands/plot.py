@@ -11,7 +11,7 @@ from rich.console import Console
 
 from andon.board.curves import Floats, buckets, mean
 
-WIDTH, HEIGHT, MARGIN, SIZE = 1200, 600, 84, 3
+WIDTH, HEIGHT, MARGIN, SIZE = 1200, 600, 76, 2
 PAPER, LINE, INK, POINT, GRID = (255, 254, 251), (38, 83, 196), (26, 25, 21), (194, 98, 10), (224, 221, 211)
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a braille character, by row and column."""
@@ -60,8 +60,8 @@ def draw_png(path: Path, title: str, curve: tuple[Floats, Floats], evals: Sequen
         picture[y, MARGIN:-MARGIN] = GRID
         label = f"{high - (high - low) * part / 5:.4g}"
         _write(picture, label, MARGIN - 12 - 4 * SIZE * len(label), y - 2 * SIZE)
-        step = f"{steps[0] + (steps[-1] - steps[0]) * part / 5:,.0f}"
-        _write(picture, step, MARGIN + part * (WIDTH - 2 * MARGIN) // 5 - 2 * SIZE * len(step), HEIGHT - MARGIN + 16)
+        below = f"{steps[0] + (steps[-1] - steps[0]) * part / 5:,.0f}"
+        _write(picture, below, MARGIN + part * (WIDTH - 2 * MARGIN) // 5 - 2 * SIZE * len(below), HEIGHT - MARGIN + 16)
     picture[HEIGHT - MARGIN, MARGIN:-MARGIN] = INK
     places = [at(float(step), float(value)) for step, value in zip(numbers, points, strict=True)]
     for (x0, y0), (x1, y1) in zip(places, places[1:] or places, strict=False):

@@ -248,7 +248,8 @@ def kind_of(file: Path) -> str:
 
 def _position(stream: BinaryIO) -> int:
     """How much of the file on disk has been read."""
-    return stream.fileobj.tell() if isinstance(stream, gzip.GzipFile) else stream.tell()
+    on_disk: BinaryIO = getattr(stream, "fileobj", stream)
+    return on_disk.tell()
 
 
 def _open(file: Path) -> BinaryIO:
