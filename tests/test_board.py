@@ -60,22 +60,31 @@ def test_after_a_resume_the_curve_is_one_and_steps_done_again_are_shown_as_such(
     assert [each["why"] for each in found["generations"]] == ["started", "resumed after step 6"]
 
 
-def test_a_lost_worker_leaves_a_gap_in_its_lane_and_comes_back(tmp_path: Path) -> None:
-    lost = event("lost", 1.5, rank=1, host="here", generation=2, step=10)
-    joined = event("joined", 3.0, rank=1, host="there", generation=3, step=12)
-    before = [*begin(workers=3), *(step(n) for n in range(1, 11)), lost]
-    folder = write(tmp_path / "run", before)
-    found = opened(folder)
-    assert [worker["lamp"] for worker in found["workers"]] != []
+def test_a_lost_worker_leaves_a_gap_in_its_lane_and_another_takes_its_seat(tmp_path: Path) -> None:
+    lost = event("lost", 1.5, rank=1, host="here", why="killed", text="rank 1 on here is lost")
+    folder = write(tmp_path / "run", [*begin(workers=3), *(step(n) for n in range(1, 11)), lost])
     feed = Feed(folder, "key")
-    assert [worker.lamp for worker in feed.history.story.lamps("running")] == ["running", "lost", "running"]
-    write(folder, [step(11), event("generation", 1.6, generation=2, step=10, workers=2), joined], "a")
+
+    def lamps() -> list[tuple[int, str]]:
+        return [(worker.rank, worker.lamp) for worker in feed.history.story.lamps("running")]
+
+    assert lamps() == [(0, "running"), (1, "lost"), (2, "running")]
+    fewer = event("generation", 1.6, generation=2, step=10, workers=2, joined=0, lost_state=False)
+    write(folder, [fewer, step(11)], "a")
+    feed.advance()
+    assert lamps() == [(0, "running"), (1, "lost"), (1, "running")]  # the ranks close the gap
+    more = event("generation", 3.1, generation=3, step=11, workers=3, joined=1, lost_state=False)
+    write(folder, [event("worker", 3.0, rank=2, host="there"), more, step(12)], "a")
     feed.advance()
     sections = feed.sections()
-    assert [worker.lamp for worker in feed.history.story.lamps("running")] == ["running"] * 3
-    assert [(span["start"], span["how"]) for span in sections["lanes"][1]["spans"]] == [(NOW, "lost"), (NOW + 3, "")]
-    assert [each["generation"] for each in sections["generations"]] == [1, 2, 3]
-    assert sections["generations"][1]["workers"] == 2 and "rank 1 was lost" in sections["generations"][1]["why"]
+    assert lamps() == [(0, "running"), (2, "running"), (1, "running")] and sections["workers"][1]["host"] == "there"
+    spans = [(span["start"], span["end"], span["how"]) for span in sections["lanes"][1]["spans"]]
+    assert spans == [(NOW, NOW + 1.5, "lost"), (NOW + 3.1, None, "")]
+    told = [(each["generation"], each["workers"], each["why"]) for each in sections["generations"]]
+    assert told == [(1, 3, "started"), (2, 2, "rank 1 was lost"), (3, 3, "1 joined")]
+    write(folder, [*begin(11, workers=2, after=20), step(12)], "a")  # killed, and resumed with two
+    feed.advance()
+    assert lamps() == [(0, "running"), (1, "running")] and feed.history.steps.tolist() == list(range(1, 13))
 
 
 def test_a_halt_lights_the_lamp_of_who_pulled_the_cord(tmp_path: Path) -> None:

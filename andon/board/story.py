@@ -1,14 +1,15 @@
 """What happened in a run besides its curves: who took part and when, saves, samples, the halt, how it ended.
 
-A *span* is the time in which a worker took part; several of them, with gaps, are its *lane*. A *generation* is one
-membership of the run: it changes when a worker is lost or joins, and when the run is started again. Unknown events are
-passed over, and so is what is missing in those that are known.
+A *seat* is a worker's place on the board, with its lamp and its *spans*: the times in which somebody sat there. When a
+worker is lost the others' ranks close the gap, but not their seats; whoever joins takes an empty one. A *generation* is
+one membership of the run: it changes when a worker is lost or joins, and when the run is started again. Unknown events
+are passed over, and so is what is missing in those that are known.
 """
 
 import math
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -36,18 +37,40 @@ class Worker:
     """What the lamp of a worker shows."""
 
     rank: int
+    """The last one that it had, if it is lost."""
     host: str
     lamp: str = "waiting"
     """waiting · running · slow · lost · cord (it pulled the cord) · stopped · done · silent"""
     detail: str = ""
 
 
+@dataclass
+class Seat:
+    """A worker's place on the board."""
+
+    worker: Worker
+    spans: list[Span]
+
+    @property
+    def taken(self) -> bool:
+        return bool(self.spans) and self.spans[-1].end is None
+
+    def enter(self, worker: Worker, moment: float) -> None:
+        self.worker = worker
+        self.spans = [*self.spans[-MOST_SPANS:], Span(moment)]
+
+    def leave(self, moment: float, how: str) -> None:
+        if self.taken:
+            self.spans[-1].end, self.spans[-1].how = moment, how
+
+
 class Story:
     """Follows the events of a run."""
 
     def __init__(self) -> None:
-        self.workers: dict[int, Worker] = {}
-        self.lanes: dict[int, list[Span]] = {}
+        self.seats: list[Seat] = []
+        self._arrived: dict[int, tuple[float, str]] = {}
+        """When, and on which host, workers came that no generation has taken in yet."""
         self.generations: deque[dict[str, Any]] = deque(maxlen=200)
         self.facts: dict[str, Any] = {}
         self.evals: deque[list[float]] = deque(maxlen=2000)
@@ -64,6 +87,8 @@ class Story:
         self._intervals: deque[float] = deque(maxlen=32)
         self._times: deque[dict[str, Any]] = deque(maxlen=12)
         self._last_step = 0.0
+        self._lost: list[int] = []
+        """Ranks that were lost since the last generation began."""
 
     def add(self, event: Event) -> None:
         """Learn one event that is not a step."""
@@ -98,18 +123,18 @@ class Story:
         return "silent" if self.state in ("running", "waiting") and self.time and quiet > patience else self.state
 
     def lamps(self, state: str) -> list[Worker]:
-        """The lamp of every worker; one for each that is expected and has not come yet."""
+        """The lamp of every seat; one for each worker that has come and does not take part yet."""
         slow = self._slow() if state == "running" else {}
-        for rank in range(min(integer(self.facts.get("workers")), MOST_WORKERS)):
-            self.workers.setdefault(rank, Worker(rank, "", "waiting"))
+        if state == "waiting":
+            return [Worker(rank, host) for rank, (_, host) in sorted(self._arrived.items())]
         shown = []
-        for _, worker in sorted(self.workers.items()):
-            lamp, detail = worker.lamp, worker.detail
-            if lamp in ("running", "waiting") and state == "silent":
-                lamp, detail = "silent", "no event since then"
-            elif lamp == "running" and worker.rank in slow:
-                lamp, detail = "slow", f"{slow[worker.rank]:.1f} × the others: they wait for it"
-            shown.append(Worker(worker.rank, worker.host, lamp, detail))
+        for seat in self.seats:
+            worker = replace(seat.worker)
+            if worker.lamp == "running" and state == "silent":
+                worker.lamp, worker.detail = "silent", "no event since then"
+            elif worker.lamp == "running" and worker.rank in slow:
+                worker.lamp, worker.detail = "slow", f"{slow[worker.rank]:.1f} × the others: they wait for it"
+            shown.append(worker)
         return shown
 
     def _slow(self) -> dict[int, float]:
@@ -123,74 +148,79 @@ class Story:
         return {rank: median(ratios) for rank, ratios in found.items() if 2 * len(ratios) > len(self._times)}
 
     def _on_worker(self, event: Event) -> None:
-        rank = integer(event.get("rank"))
-        if self.lanes.get(rank) and self.lanes[rank][-1].end is None:  # it cannot be here twice: all began anew
-            ended = self._last_step or self.lanes[rank][-1].start
-            for spans in self.lanes.values():
-                if spans[-1].end is None and spans[-1].start <= ended:
-                    spans[-1].end, spans[-1].how = ended, "killed"
-        self._enter(rank, event, "waiting")
-        self.state = "waiting" if self.state in ("waiting", "done", "stopped", "halted") else self.state
-
-    def _enter(self, rank: int, event: Event, lamp: str) -> None:
-        if not 0 <= rank < MOST_WORKERS:
-            return
-        host = event.get("host")
-        self.workers[rank] = Worker(rank, host if isinstance(host, str) else "", lamp)
-        spans = self.lanes.setdefault(rank, [])
-        if not spans or spans[-1].end is not None:
-            spans.append(Span(self.time))
-            del spans[:-MOST_SPANS]
+        rank, host = integer(event.get("rank")), event.get("host")
+        if 0 <= rank < MOST_WORKERS:
+            self._arrived[rank] = (self.time, host if isinstance(host, str) else "")
+        if self.state in ("done", "stopped", "halted"):
+            self.state = "waiting"
 
     def _on_start(self, event: Event) -> None:
+        """The run begins, or begins anew: nobody of before takes part any more."""
         keys = ("transport", "floor", "steps", "workers", "parameters", "model", "device")
         self.facts = {key: event[key] for key in keys if key in event}
+        for seat in self.seats:
+            seat.leave(self._last_step or seat.spans[-1].start, "killed")
+        again, known = integer(event.get("step")), min(integer(event.get("workers")), MOST_WORKERS)
+        ranks = range(known or max(self._arrived, default=-1) + 1)
+        self.seats = [*self.seats[: len(ranks)], *(Seat(Worker(rank, ""), []) for rank in ranks[len(self.seats) :])]
+        for rank, seat in zip(ranks, self.seats, strict=True):
+            moment, host = self._arrived.get(rank, (self.time, ""))
+            seat.enter(Worker(rank, host, "running"), moment)
+        self._arrived.clear()
         self.started, self._last_step = self.time, 0.0
-        self.step, self.state, self.halt, self.done = integer(event.get("step")), "running", None, None
-        again = integer(event.get("step"))
-        known = integer(event.get("workers"))
-        for rank in [rank for rank in self.workers if known and rank >= known]:
-            del self.workers[rank]
-        for worker in self.workers.values():
-            worker.lamp, worker.detail = "running", ""
-        why = f"resumed after step {again:,}" if again else "started"
-        self._new_generation(event, why)
+        self.step, self.state, self.halt, self.done = again, "running", None, None
+        self._new_generation(event, f"resumed after step {again:,}" if again else "started")
 
     def _new_generation(self, event: Event, why: str) -> None:
-        number = integer(event.get("generation")) or (self.generations[-1]["generation"] + 1 if self.generations else 1)
-        here = sum(worker.lamp in ("running", "waiting") for worker in self.workers.values())
+        last = self.generations[-1] if self.generations else {"generation": 0, "why": ""}
+        number = integer(event.get("generation")) or last["generation"] + 1
+        here = sum(seat.taken for seat in self.seats)
         workers = integer(event.get("workers")) or here
         entry = {"generation": number, "time": self.time, "step": self.step, "workers": workers, "why": why}
-        if self.generations and self.generations[-1]["generation"] == number:
-            entry["why"] = self.generations.pop()["why"]
         self.generations.append(entry)
 
     def _on_generation(self, event: Event) -> None:
-        self._new_generation(event, "new membership")
+        """Ranks close the gaps that the lost have left; who has come takes the free seats."""
+        staying = sorted((seat for seat in self.seats if seat.taken), key=lambda seat: seat.worker.rank)
+        for rank, seat in enumerate(staying):
+            seat.worker.rank = rank
+        came = len(self._arrived)
+        for rank, (_, host) in sorted(self._arrived.items()):
+            self._take_seat(Worker(rank, host, "running"))
+        self._arrived.clear()
+        lost, self._lost = self._lost, []
+        parts = [f"rank {rank} was lost" for rank in lost] + ([f"{came} joined"] if came else [])
+        back = integer(event.get("step"))
+        if event.get("lost_state") is True:
+            parts.append(f"back to step {back:,}")
+        self._new_generation(event, ", ".join(parts) or "new membership")
+
+    def _take_seat(self, worker: Worker) -> None:
+        free = next((seat for seat in self.seats if not seat.taken), None)
+        if free is None:
+            free = Seat(worker, [])
+            self.seats.append(free)
+        free.enter(worker, self.time)
 
     def _on_lost(self, event: Event) -> None:
         rank = integer(event.get("rank"))
-        worker = self.workers.setdefault(rank, Worker(rank, ""))
-        worker.lamp, worker.detail = "lost", f"since step {integer(event.get('step')) or self.step:,}"
-        self._leave([rank], "lost")
-        self._new_generation(event, f"rank {rank} was lost")
+        self._arrived.pop(rank, None)
+        for seat in self.seats:
+            if seat.taken and seat.worker.rank == rank:
+                seat.leave(self.time, "lost")
+                seat.worker.lamp, seat.worker.detail = "lost", f"since step {integer(event.get('step')) or self.step:,}"
+                self._lost.append(rank)
 
     def _on_joined(self, event: Event) -> None:
-        rank = integer(event.get("rank"))
-        self._enter(rank, event, "running")
-        self._new_generation(event, f"rank {rank} joined")
-
-    def _leave(self, ranks: list[int], how: str) -> None:
-        for rank in ranks:
-            if (spans := self.lanes.get(rank)) and spans[-1].end is None:
-                spans[-1].end, spans[-1].how = self.time, how
+        self._on_worker(event)
+        self._on_generation(event)
 
     def _end(self, state: str, lamp: str) -> None:
         self.state = state
-        self._leave(list(self.lanes), state)
-        for worker in self.workers.values():
-            if worker.lamp != "lost":
-                worker.lamp, worker.detail = lamp, ""
+        for seat in self.seats:
+            if seat.taken:
+                seat.worker.lamp, seat.worker.detail = lamp, ""
+            seat.leave(self.time, state)
 
     def _on_halt(self, event: Event) -> None:
         self._end("halted", "stopped")
@@ -200,8 +230,9 @@ class Story:
         guilty = {integer(each.get("rank")) for each in findings}
         named = rank_named(str(event.get("cause")))
         for rank in guilty or ({named} if named is not None else set()):
-            if rank in self.workers:
-                self.workers[rank].lamp, self.workers[rank].detail = "cord", "pulled the cord"
+            for seat in self.seats:
+                if seat.worker.rank == rank and seat.worker.lamp == "stopped":
+                    seat.worker.lamp, seat.worker.detail = "cord", "pulled the cord"
 
     def _on_stopped(self, event: Event) -> None:
         self._end("stopped", "stopped")
@@ -251,8 +282,9 @@ class Story:
         self.notes.append({"time": self.time, "text": str(event.get("text"))})
 
     def lanes_now(self) -> list[dict[str, Any]]:
-        """Every worker's lane."""
-        return [{"rank": rank, "spans": [asdict(span) for span in spans]} for rank, spans in sorted(self.lanes.items())]
+        """The spans of every seat."""
+        spans = [[asdict(span) for span in seat.spans] for seat in self.seats]
+        return [{"rank": number, "spans": each} for number, each in enumerate(spans)]
 
 
 def _compute_ms(times: dict[str, Any]) -> list[float]:
