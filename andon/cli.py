@@ -487,6 +487,14 @@ def config_presets(as_json: AsJson = False) -> None:
     show_presets(_console(), as_json)
 
 
+@config_app.command("reference")
+def config_reference() -> None:
+    """Print every key with its default and help, in Markdown."""
+    from andon.config.show import reference
+
+    typer.echo(reference(), nl=False)
+
+
 @config_app.command("validate", context_settings=ANY)
 def config_validate(context: typer.Context) -> None:
     """Check CONFIG.yaml and overrides."""

@@ -190,10 +190,15 @@ def test_marks_and_control_characters_are_spelled_out() -> None:
     assert plain(float("nan")) is None and len(plain("x" * 10_000)) == 4001
 
 
+def board(folder: Path, *arguments: str) -> contextlib.AbstractContextManager[str]:
+    """A board that serves a folder; gives its address."""
+    return board_of(["board", str(folder), *arguments], folder.parent)
+
+
 @contextlib.contextmanager
-def board(folder: Path, *arguments: str) -> Iterator[str]:
+def board_of(arguments: list[str], cwd: Path) -> Iterator[str]:
     """A board that serves; gives its address."""
-    process = start("board", str(folder), *arguments, cwd=folder.parent)
+    process = start(*arguments, cwd=cwd)
     assert process.stdout
     line = ""
     while not line.startswith("Board: "):

@@ -58,7 +58,7 @@ def kill(process: Any) -> None:
     process.wait(30)
 
 
-def watch(browser: Browser, folder: Path, options: list[str], steps: tuple[int, int, int], images: Path | None) -> None:
+def watch(browser: Browser, run: Path, options: list[str], steps: tuple[int, int, int], images: Path | None) -> None:
     """A run that is killed at one step, resumed, and halted by a NaN at another; then seen once more, finished."""
 
     def picture(page: Page, name: str) -> None:
@@ -67,21 +67,21 @@ def watch(browser: Browser, folder: Path, options: list[str], steps: tuple[int, 
             page.screenshot(path=images / f"{name}.png")
 
     killed, halted, last = steps
-    run = folder / "run"
-    command = ["train", *options, "--run.dir=run", f"--train.steps={last}", "--workers=2"]
+    folder = run.parent
+    command = ["train", *options, f"--run.dir={run}", f"--train.steps={last}", "--workers=2"]
     process = start(*command, cwd=folder)
-    wait_for_step(run, killed // 2, process)
+    wait_for_step(run, killed // 2, process, 600)
     with board(run, "--bind=127.0.0.1:0") as url:
         with page_of(browser, url) as page:
             page.wait_for_selector("#lamps .running")
             before = points(page)
             until(page, f"document.querySelector('#loss-chart').dataset.points > {before}")
             assert lamps(page) == ["running", "running"] and page.locator("#halt").is_hidden()
-            wait_for_step(run, killed, process)
+            wait_for_step(run, killed, process, 600)
             picture(page, "live")
             kill(process)
             process = start(*command, f"--fault=nan:rank=1,step={halted}", cwd=folder)
-            page.wait_for_selector("#lamps .cord", timeout=300_000)
+            page.wait_for_selector("#lamps .cord", timeout=900_000)
             assert lamps(page) == ["stopped", "cord"]
             card = page.locator("#halt").inner_text()
             (halt,) = events(run, "halt")
@@ -95,7 +95,7 @@ def watch(browser: Browser, folder: Path, options: list[str], steps: tuple[int, 
             picture(page, "halt")
         process.wait(60)
         process = start(*command, "--eval.every=0", cwd=folder)
-        assert process.wait(300) == 0
+        assert process.wait(900) == 0
         with page_of(browser, url, "dark") as page:
             page.wait_for_selector("#lamps .done")
             assert page.locator("#state").inner_text().startswith("Done") and curve(page)[-1] == last
@@ -108,15 +108,15 @@ def watch(browser: Browser, folder: Path, options: list[str], steps: tuple[int, 
 
 def test_a_run_is_seen_live_killed_resumed_halted_and_finished(browser: Browser, tmp_path: Path) -> None:
     options = [*SMALL, "--checkpoint.every=10", "--eval.every=20", "--data.stories=200"]
-    watch(browser, tmp_path, options, (45, 75, 90), None)
+    watch(browser, tmp_path / "run", options, (45, 75, 90), None)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_the_pictures_of_the_readme(browser: Browser, tmp_path: Path) -> None:
     IMAGES.mkdir(exist_ok=True)
-    (tmp_path / "demo").mkdir()
-    watch(browser, tmp_path / "demo", ["--checkpoint.every=100", "--eval.every=50"], (330, 480, 700), IMAGES)
+    (tmp_path / "runs").mkdir()
+    watch(browser, tmp_path / "runs" / "demo", ["--checkpoint.every=100", "--eval.every=50"], (330, 480, 700), IMAGES)
 
 
 def test_what_a_run_says_is_shown_as_text_and_nobody_else_is_asked(browser: Browser, tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from andon.config.load import load
+from andon.config.load import keys, load
 from andon.config.presets import DEFAULTS
 from andon.config.schema import Config
 
 HELP_COLUMN = 36
+INTRODUCTION = """Every key can stand in a YAML file (`andon config show` prints one) or on the command line as
+`--key value`. Defaults are those of the preset `tiny`; `andon config presets` lists the others. Generated from the
+schema."""
 
 
 def annotated(config: Config) -> str:
@@ -31,6 +34,23 @@ def _lines(section: BaseModel, values: dict[str, Any], indent: str) -> Iterator[
         written = yaml.safe_dump(values[name], default_flow_style=True, width=10**9).removesuffix("...\n").strip()
         entry, text = f"{indent}{name}: {written}", " ".join((field.description or "").split())
         yield f"{entry:<{HELP_COLUMN}}  # {text}" if text else entry
+
+
+def reference() -> str:
+    """Every key as a page of the documentation, in Markdown."""
+    lines = ["# Configuration", "", INTRODUCTION]
+    config, last = load(None), None
+    for key, text in keys().items():
+        section = key.rpartition(".")[0]
+        if section != last:
+            lines += ["", f"## {section or 'The run as a whole'}", "", "| key | default | |", "|---|---|---|"]
+            last = section
+        value = config.model_dump(mode="json")
+        for part in key.split("."):
+            value = value[part]
+        cell = " ".join(text.split()).replace("|", "\\|")
+        lines.append(f"| `{key}` | `{json.dumps(value)}` | {cell} |")
+    return "\n".join([*lines, ""])
 
 
 def _short(value: Any) -> str:

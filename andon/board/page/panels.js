@@ -48,7 +48,8 @@ export function showStatus(status, last) {
   $("progress").className = `bar ${state === "running" ? "" : state}`;
   $("progress").setAttribute("aria-valuenow", Math.round(share));
   $("progress").firstElementChild.style.width = `${share}%`;
-  const facts = [status.model, status.parameters && `${shown(status.parameters, 3)} parameters`, status.workers && `${status.workers} worker${status.workers > 1 ? "s" : ""}`, status.transport, status.folder];
+  const facts = [status.model, status.parameters && `${shown(status.parameters, 3)} parameters`, status.workers && `${status.workers} worker${status.workers > 1 ? "s" : ""}`, status.transport, status.folder.split("/").slice(-2).join("/")];
+  $("facts").title = status.folder;
   $("facts").textContent = facts.filter(Boolean).join(" · ");
 }
 
