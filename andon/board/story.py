@@ -172,8 +172,8 @@ class Story:
         self._new_generation(event, f"resumed after step {again:,}" if again else "started")
 
     def _new_generation(self, event: Event, why: str) -> None:
-        last = self.generations[-1] if self.generations else {"generation": 0, "why": ""}
-        number = integer(event.get("generation")) or last["generation"] + 1
+        before: int = self.generations[-1]["generation"] if self.generations else 0
+        number = integer(event.get("generation")) or before + 1
         here = sum(seat.taken for seat in self.seats)
         workers = integer(event.get("workers")) or here
         entry = {"generation": number, "time": self.time, "step": self.step, "workers": workers, "why": why}

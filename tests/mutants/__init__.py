@@ -35,6 +35,6 @@ class Mutant:
 
 def everything() -> list[Mutant]:
     """All mutants, by room."""
-    from tests.mutants import checkpoints, foundations, steps, transports
+    from tests.mutants import checkpoints, foundations, steps, tools, transports
 
-    return [*foundations.MUTANTS, *steps.MUTANTS, *checkpoints.MUTANTS, *transports.MUTANTS]
+    return [*foundations.MUTANTS, *steps.MUTANTS, *checkpoints.MUTANTS, *transports.MUTANTS, *tools.MUTANTS]

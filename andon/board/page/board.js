@@ -5,7 +5,7 @@ import { $, make, showFigures, showHalt, showLamps, showLanes, showNotes, showSa
 const COLORS = ["--optimizer", "--save", "--backward", "--exchange", "--forward"];
 const SMALL = ["tokens_per_s", "grad_norm", "lr", "mfu"];
 const MOST_POINTS = 2400;
-const page = { runs: [], key: "", run: null, compared: new Map(), range: null, zoomed: null, log: null, stream: null };
+const page = { runs: [], key: "", run: null, compared: new Map(), range: null, zoomed: null, log: null, stream: null, drawn: 0 };
 
 async function ask(path) {
   const answer = await fetch(path);
@@ -32,9 +32,16 @@ function listen() {
   const stream = page.stream = new EventSource(`/api/runs/${page.key}/stream?after=${page.run.cursor}`);
   stream.onopen = () => linkState("live", "running");
   stream.onerror = () => linkState(stream.readyState === EventSource.CLOSED ? "not connected" : "reconnecting", "waiting");
-  stream.onmessage = message => { page.run.cursor = message.lastEventId; merge(page.run, JSON.parse(message.data)); render(); };
+  stream.onmessage = message => { page.run.cursor = message.lastEventId; merge(page.run, JSON.parse(message.data)); render(isDue()); };
   stream.addEventListener("reload", () => open(page.key));
 }
+
+// Whether to draw the curves again: drawing takes the processor that trains. A long curve changes by a hair in a second.
+function isDue() {
+  const pause = page.run.curve.step.length < 200 || page.run.status.state !== "running" ? 0 : 4000;
+  return performance.now() - page.drawn > pause;
+}
+const isSeen = element => { const box = element.getBoundingClientRect(); return box.bottom > 0 && box.top < innerHeight; };
 
 // Put a delta into what is known of a run.
 function merge(run, delta) {
@@ -92,7 +99,7 @@ function showLegend(found) {
   $("loss-legend").replaceChildren(...items);
 }
 
-function render() {
+function render(curves = true) {
   const run = page.run, curve = run.curve, last = Object.fromEntries(Object.keys(curve).map(name => [name, curve[name].at(-1)]));
   showStatus(run.status, last);
   showLamps(run.workers);
@@ -101,7 +108,10 @@ function render() {
   showSamples(run.samples);
   showSaves(run.saves);
   showNotes(run.notes);
-  showStrip(run.strip, run.workers);
+  if (!curves) return;
+  page.drawn = performance.now();
+  document.querySelector(".strip").hidden = !run.strip.length;
+  if (isSeen(document.querySelector(".strip"))) showStrip(run.strip);
   if (run.lanes.length) showLanes(run.lanes, run.generations, run.status);
   const view = page.zoomed ?? curve, options = { range: page.range };
   if (!curve.step.length) return;
@@ -114,7 +124,7 @@ function render() {
   $("mfu-panel").hidden = !mfu;
   document.querySelector(".grid").classList.toggle("mfu", !!mfu);
   for (const name of SMALL) {
-    if (name === "mfu" && !mfu) continue;
+    if ((name === "mfu" && !mfu) || !isSeen($(`c-${name}`))) continue;
     charts[name].show([{ label: name, x: view.step, y: view[name] ?? [], color: "--blue", width: 1.5, low: view[`${name}_low`], high: view[`${name}_high`] }], options);
     if (charts[name].index == null) $(`v-${name}`).textContent = shown(last[name]);
     $(`c-${name}`).setAttribute("aria-label", `Now ${shown(last[name])}. Arrow keys read it out.`);
@@ -190,8 +200,8 @@ document.addEventListener("keydown", event => {
 });
 document.addEventListener("visibilitychange", () => document.hidden ? page.stream?.close() : listen());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.run && render());
-let resized;
-addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => page.run && render(), 150); });
+let moved;
+for (const what of ["resize", "scroll"]) addEventListener(what, () => { clearTimeout(moved); moved = setTimeout(() => page.run && render(), 150); }, { passive: true });
 
 try { document.documentElement.dataset.theme = localStorage.getItem("andon-theme") ?? ""; } catch { /* a private window */ }
 if (!document.documentElement.dataset.theme) delete document.documentElement.dataset.theme;

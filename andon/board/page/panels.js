@@ -139,9 +139,8 @@ const PHASES = ["forward", "backward", "exchange", "optimizer", "save"];
 const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${PHASES.includes(name) ? name : "other"}`).trim();
 
 // A row per worker, a bar per step: how long each phase took. Who waits has much exchange; who is waited for has little.
-export function showStrip(strip, workers) {
+export function showStrip(strip) {
   const ranks = Math.max(0, ...strip.map(([, times]) => Math.max(0, ...Object.values(times).map(each => each.length))));
-  document.querySelector(".strip").hidden = !ranks;
   if (!ranks) return;
   const found = new Set(strip.flatMap(([, times]) => Object.keys(times))), names = [...PHASES.filter(name => found.has(name)), ...[...found].filter(name => !PHASES.includes(name)).sort()];
   if (changed($("strip-legend"), names)) $("strip-legend").replaceChildren(...names.map(name => { const key = make("i", { class: "box" }); key.style.setProperty("--c", color(name)); return make("span", {}, key, name === "exchange" ? "exchange (waiting included)" : name); }));
