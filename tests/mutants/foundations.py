@@ -493,8 +493,8 @@ MUTANTS = [
         "begins-again-silently",
         "With only damaged checkpoints a run begins again.",
         "run/folder.py",
-        "        if self.notes:\n",
-        "        if not self.notes:\n",
+        "        if self.damaged:\n",
+        "        if not self.damaged:\n",
         ("test_checkpoint.py::test_when_nothing_is_good_the_run_does_not_begin_again_by_itself",),
     ),
     Mutant(
@@ -695,8 +695,8 @@ MUTANTS = [
         "generate-without-verifying",
         "Text is generated from a damaged checkpoint.",
         "commands/generate.py",
-        "    verify_named(folder)\n    model, tokenizer",
-        "    model, tokenizer",
+        "        verify_named(folder)\n",
+        "",
         ("test_checkpoint_commands.py",),
     ),
     Mutant(
