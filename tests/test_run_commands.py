@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from andon.config.load import keys, load
 from andon.run.ending import again
+from andon.run.speed import flops_per_token, mfu
 from tests.runs import SMALL, andon, finish, start, summary, train, wait_for_step
 from tests.test_board import begin, event, step, write
 
@@ -120,3 +121,12 @@ def test_a_run_on_a_terminal_has_a_board_until_it_ends(tmp_path: Path) -> None:
         runs.read_terminal(reader)
     with pytest.raises(OSError):
         urllib.request.urlopen(found[0], timeout=5)
+
+
+def test_mfu_counts_what_the_model_needs_of_a_known_gpu() -> None:
+    shape = load(None, {"model.preset": "124m"}).shape
+    by_hand = 6 * (shape.parameters - shape.vocab * shape.hidden * (not shape.tied)) + 12 * 12 * 768 * 1024
+    assert flops_per_token(shape) == by_hand
+    assert mfu(shape, 1e6, 2, "NVIDIA H100 80GB HBM3") == pytest.approx(1e6 * by_hand / (2 * 989e12))
+    assert mfu(shape, 1e6, 2, "NVIDIA H100 PCIe") == pytest.approx(1e6 * by_hand / (2 * 756e12))
+    assert mfu(shape, 1e6, 2, "an unknown device") is None and mfu(shape, 1e6, 2, "") is None

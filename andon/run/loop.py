@@ -19,6 +19,7 @@ from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
 from andon.run import evaluate as evaluation
 from andon.run.events import Emit, event, no_event
+from andon.run.speed import mfu
 from andon.transport.base import Group
 
 T = TypeVar("T")
@@ -39,6 +40,8 @@ class Run:
         self.on_stories = config.data.corpus == ("stories",)
         self._began = self._sampled = self._step_began = time.monotonic()
         self._tokens_before = trainer.progress.tokens
+        device, autocast = trainer.model.arena.device, trainer.settings.autocast
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" and autocast else ""
         trainer.on_step = self._emit_step
 
     @property
@@ -94,6 +97,9 @@ class Run:
         seconds = time.monotonic() - self._step_began
         phases = self.trainer.model.phases
         skipped = {} if totals.sound else {"skipped": totals.complaint}
+        part = mfu(
+            self.config.shape, totals.tokens / seconds, self.trainer.model.membership.world_size, self.device_name
+        )
         self.emit(
             event(
                 "step",
@@ -105,6 +111,7 @@ class Run:
                 grad_norm=totals.norm,
                 **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in phases.milliseconds.items()},
                 **({"rank_ms": phases.of_ranks} if phases.of_ranks else {}),
+                **({"mfu": round(part, 4)} if part else {}),
                 **skipped,
             )
         )
