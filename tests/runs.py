@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
+import pytest
 
 from tests import prefork
 
@@ -23,6 +25,11 @@ SMALL = [
     *("--eval.sample_every=0", "--optim.warmup=2", "--group.timeout=20", "--device=cpu"),
 ]
 """A model small enough that a run takes a moment."""
+
+
+def soak(*values: Any) -> Any:
+    """A case that only the long version of a test tries."""
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 def environment(cwd: Path) -> dict[str, str]:
@@ -130,6 +137,16 @@ def read_terminal(descriptor: int) -> str:
         return os.read(descriptor, 1 << 16).decode(errors="replace") if ready else ""
     except OSError:
         return ""
+
+
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    """The addresses at which a process and its children listen."""
+    found: list[tuple[str, int]] = []
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.Error):
+            known = [one for one in each.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            found += [(str(one.laddr[0]), int(one.laddr[1])) for one in known]
+    return found
 
 
 def finish(process: subprocess.Popen[str]) -> str:
