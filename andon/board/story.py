@@ -133,7 +133,7 @@ class Story:
             if worker.lamp == "running" and state == "silent":
                 worker.lamp, worker.detail = "silent", "no event since then"
             elif worker.lamp == "running" and worker.rank in slow:
-                worker.lamp, worker.detail = "slow", f"{slow[worker.rank]:.1f} × the others: they wait for it"
+                worker.lamp, worker.detail = "slow", f"{slow[worker.rank]:.1f} × the others"
             shown.append(worker)
         return shown
 
@@ -283,8 +283,7 @@ class Story:
 
     def lanes_now(self) -> list[dict[str, Any]]:
         """The spans of every seat."""
-        spans = [[asdict(span) for span in seat.spans] for seat in self.seats]
-        return [{"rank": number, "spans": each} for number, each in enumerate(spans)]
+        return [{"rank": seat.worker.rank, "spans": [asdict(span) for span in seat.spans]} for seat in self.seats]
 
 
 def _compute_ms(times: dict[str, Any]) -> list[float]:

@@ -125,7 +125,8 @@ function render(curves = true) {
   document.querySelector(".grid").classList.toggle("mfu", !!mfu);
   for (const name of SMALL) {
     if ((name === "mfu" && !mfu) || !isSeen($(`c-${name}`))) continue;
-    charts[name].show([{ label: name, x: view.step, y: view[name] ?? [], color: "--blue", width: 1.5, low: view[`${name}_low`], high: view[`${name}_high`] }], options);
+    const raw = { label: name, x: view.step, y: view[name] ?? [], color: "--blue", low: view[`${name}_low`], high: view[`${name}_high`] }, trend = smooth(raw.y);
+    charts[name].show(name === "lr" || trend === raw.y ? [{ ...raw, width: 1.5 }] : [{ ...raw, width: 1, alpha: "4d" }, { ...raw, y: trend, low: null, high: null, width: 1.6, quiet: true }], options);
     if (charts[name].index == null) $(`v-${name}`).textContent = shown(last[name]);
     $(`c-${name}`).setAttribute("aria-label", `Now ${shown(last[name])}. Arrow keys read it out.`);
   }

@@ -65,7 +65,7 @@ export class Chart {
       ...this.size(), series, bands, legend: { show: false }, padding: [8, 16, 0, 0],
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 7 }, y: false },
       scales: { x: { time: false, range: (_, low, high) => this.range ?? (low === high ? [low - 1, high + 1] : [low, high]) }, y: { distr: this.log ? 3 : 1, range: (_, low, high) => this.log ? this.logBounds(low, high) : this.bounds(low, high) } },
-      axes: [{ ...axis, size: 26, values: (_, ticks) => ticks.map(tick => Number.isInteger(tick) ? shown(tick, 6) : "") }, { ...axis, size: this.small ? 48 : 46, space: this.small ? 34 : 44, values: (_, ticks) => ticks.map(tick => tick == null || (this.log && !/^[125]e/.test(tick.toExponential())) ? "" : shown(tick, 3)) }],
+      axes: [{ ...axis, size: 26, values: (_, ticks) => ticks.map(tick => Number.isInteger(tick) ? shown(tick, 6) : "") }, { ...axis, size: this.small ? 54 : 46, space: this.small ? 34 : 44, values: (_, ticks) => ticks.map(tick => tick == null || (this.log && !/^[125]e/.test(tick.toExponential())) ? "" : shown(tick, 3)) }],
       hooks: {
         setSelect: [plot => { if (plot.select.width > 4) { this.onZoom([plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x")]); plot.setSelect({ width: 0, height: 0 }, false); } }],
         setCursor: [plot => { this.index = plot.cursor.idx; this.onCursor?.(this.readout()); }],
