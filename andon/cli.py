@@ -249,13 +249,15 @@ def generate(
 
 @app.command()
 def evaluate(
-    checkpoint: Model, windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256
+    checkpoint: Model,
+    windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256,
+    as_json: AsJson = False,
 ) -> None:
     """Print loss, bits per byte and, for the built-in stories, the share of valid samples of a checkpoint."""
     _choose_kernels()
     from andon.commands.generate import evaluate as run
 
-    run(checkpoint, windows, _console())
+    run(checkpoint, windows, as_json, _console())
 
 
 @app.command()

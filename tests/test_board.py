@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -296,3 +298,34 @@ def test_the_board_of_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> 
     process = start("board", str(tmp_path / "nothing"), cwd=tmp_path)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and len(output.splitlines()) == 3 and "nothing" in output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("viewers", [1, 10])
+def test_watching_a_run_costs_less_than_half_a_percent_of_the_machine(tmp_path: Path, viewers: int) -> None:
+    """Seven steps a second of eight workers; what the board's process takes, as a share of all cores."""
+    times = {name: [61.5] * 8 for name in ("forward", "backward", "fingerprint", "exchange", "optimizer", "save")}
+    folder = write(tmp_path / "run", [*begin(workers=8), *(step(n, rank_ms=times) for n in range(1, 1001))])
+    with board(folder, "--bind=127.0.0.1:0") as url, contextlib.ExitStack() as stack:
+        (run,) = json.loads(get(url, "/api/runs")[2])
+        cursor = json.loads(get(url, f"/api/runs/{run['key']}")[2])["cursor"]
+        for _ in range(viewers):
+            connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=60)
+            stack.enter_context(contextlib.closing(connection))
+            connection.request("GET", f"/api/runs/{run['key']}/stream?after={cursor}")
+        (server,) = [each for each in psutil.Process().children(recursive=True) if listens(each, urlsplit(url).port)]
+        time.sleep(2)
+        before, began = server.cpu_times(), time.monotonic()
+        for number in range(1001, 1211):
+            write(folder, [step(number, rank_ms=times)], "a")
+            time.sleep(1 / 7)
+        after, seconds = server.cpu_times(), time.monotonic() - began
+    taken = (after.user + after.system - before.user - before.system) / seconds / (os.cpu_count() or 1)
+    print(f"{viewers} viewers: {taken:.2%} of the machine")
+    assert taken < 0.005
+
+
+def listens(process: psutil.Process, port: int | None) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any(one.laddr and one.laddr[1] == port for one in process.net_connections("tcp"))
+    return False

@@ -114,3 +114,4 @@ def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> Non
     prompt = "Once upon a time," if "valid_share" in summary else "The"
     console.print(f'  andon generate {checkpoint} "{prompt}"', soft_wrap=True, markup=False)
     console.print(f"  andon evaluate {checkpoint}", soft_wrap=True, markup=False)
+    console.print(f"  andon board {folder}", soft_wrap=True, markup=False)
