@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from andon.board.feed import Feed
 from andon.board.history import History
+from andon.board.serve import beside
 from andon.board.text import plain
 from tests.runs import start
 
@@ -292,6 +293,14 @@ def test_viewers_get_new_events_as_they_are_written(tmp_path: Path) -> None:
             write(folder, [step(2, 0.125)], "a")
             lines = [answer.readline().decode() for _ in range(3)]
     assert lines[0].startswith("id: 0.1") and json.loads(lines[1].removeprefix("data: "))["rows"]["loss"] == [0.125]
+
+
+def test_a_run_goes_on_without_a_board_that_cannot_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("andon.board.serve.LOOPBACK", "203.0.113.1")  # not an address of this machine
+    said: list[str] = []
+    with beside(tmp_path, said.append):
+        pass
+    assert said[0].startswith("No board beside this run: ")
 
 
 def test_the_board_of_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ class History:
                     file.seek(self._offset)
         except FileNotFoundError:
             self.replaced = bool(self._offset)
+        except OSError:  # a disk that does not answer, or a file that may not be read: the next call tries again
+            return
 
     def read_end(self) -> None:
         """Read the last events only."""

@@ -15,7 +15,6 @@ from andon.errors import UserError
 PORT = 29412
 """Where the board listens, unless told otherwise; a free port if it is taken."""
 LOOPBACK = "127.0.0.1"
-START_SECONDS = 20.0
 
 
 def serve(folders: list[Path], listener: socket.socket, token: str | None, tls: tuple[str, str] | None = None) -> None:
@@ -31,6 +30,7 @@ def serve(folders: list[Path], listener: socket.socket, token: str | None, tls: 
         access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=1,
+        limit_concurrency=256,
         ssl_certfile=certificate,
         ssl_keyfile=key,
         server_header=False,
@@ -70,7 +70,12 @@ def is_loopback(host: str) -> bool:
 @contextlib.contextmanager
 def beside(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """A board of one run in a process of its own, of the lowest priority, until the context is left."""
-    listener = listen(LOOPBACK, None)
+    try:
+        listener = listen(LOOPBACK, None)
+    except UserError as error:  # a run needs no board
+        say(f"No board beside this run: {error.cause}")
+        yield
+        return
     command = [sys.executable, "-m", "andon.board.serve", str(listener.fileno()), str(folder)]
     with listener:
         child = subprocess.Popen(
