@@ -83,6 +83,7 @@ def watch(browser: Browser, run: Path, options: list[str], steps: tuple[int, int
             process = start(*command, f"--fault=nan:rank=1,step={halted}", cwd=folder)
             page.wait_for_selector("#lamps .cord", timeout=900_000)
             assert lamps(page) == ["stopped", "cord"]
+            assert "Rank 1: pulled the cord." in (page.locator("#spoken").text_content() or "")
             card = page.locator("#halt").inner_text()
             (halt,) = events(run, "halt")
             sample = halt["findings"][0]["samples"][0]
@@ -179,6 +180,7 @@ def test_the_page_works_by_keyboard_and_tells_a_screen_reader_what_it_shows(brow
         for _ in range(3):
             page.keyboard.press("ArrowLeft")
         assert "step 297" in page.locator("#loss-legend").inner_text()
+        assert (page.locator("#spoken").text_content() or "").startswith("step 297: training 0.003")
         page.keyboard.press("+")
         page.wait_for_selector("#reset:not([hidden])")
         page.keyboard.press("Escape")

@@ -43,9 +43,18 @@ function isDue() {
 }
 const isSeen = element => { const box = element.getBoundingClientRect(); return box.bottom > 0 && box.top < innerHeight; };
 
+// Tell a screen reader what matters: a new state, and a lamp that changed. Numbers change all the time, and are not told.
+function announce(run, delta) {
+  const news = delta.status && delta.status.state !== run.status.state ? [`The run is ${delta.status.state}.`] : [];
+  for (const [seat, worker] of (delta.workers ?? []).entries())
+    if (worker.lamp !== run.workers[seat]?.lamp) news.push(`Rank ${worker.rank}: ${worker.lamp === "cord" ? "pulled the cord" : worker.lamp}.`);
+  if (news.length) speak(news.slice(0, 6).join(" "));
+}
+
 // Put a delta into what is known of a run.
 function merge(run, delta) {
   const { rows, cut, strip, ...sections } = delta;
+  announce(run, delta);
   Object.assign(run, sections);
   const curve = run.curve;
   if (cut != null) {
@@ -70,8 +79,9 @@ async function zoom(range) {
 const readouts = name => found => {
   if (found?.values[0]) $(`v-${name}`).textContent = `${shown(found.values[0][1])} at ${count(found.step)}`;
 };
-const lossChart = new Chart($("loss-chart"), { onZoom: zoom, onCursor: showLegend });
-const charts = Object.fromEntries(SMALL.map(name => [name, new Chart($(`c-${name}`), { onZoom: zoom, onCursor: readouts(name), small: true })]));
+const speak = text => { $("spoken").textContent = text; };
+const lossChart = new Chart($("loss-chart"), { onZoom: zoom, onCursor: showLegend, onSpeak: speak });
+const charts = Object.fromEntries(SMALL.map(name => [name, new Chart($(`c-${name}`), { onZoom: zoom, onCursor: readouts(name), onSpeak: speak, small: true })]));
 
 function lossLines() {
   const run = page.run, curve = page.zoomed ?? run.curve, lines = [];

@@ -28,8 +28,8 @@ export function smooth(values) {
 
 // A line is {label, x, y, color, width, dash, points, alpha, low, high, quiet}.
 export class Chart {
-  constructor(element, { onZoom, onCursor, format = shown, small = false }) {
-    Object.assign(this, { element, onZoom, onCursor, format, small, log: false, range: null, lines: [], rule: null, index: null });
+  constructor(element, { onZoom, onCursor, onSpeak, format = shown, small = false }) {
+    Object.assign(this, { element, onZoom, onCursor, onSpeak, format, small, log: false, range: null, lines: [], rule: null, index: null });
     new ResizeObserver(() => this.plot && this.plot.setSize(this.size())).observe(element);
     element.addEventListener("keydown", event => this.key(event));
   }
@@ -113,6 +113,8 @@ export class Chart {
       let next = Math.min(last, Math.max(0, (this.index ?? last) + moves[event.key]));
       while (!inside(next) && next !== this.index) next += Math.sign((this.index ?? 0) - next) || 1;
       this.plot.setCursor({ left: this.plot.valToPos(steps[next], "x"), top: 10 });
+      const found = this.readout();
+      this.onSpeak?.(`step ${count(found.step)}: ${found.values.map(([line, value]) => `${line.label} ${this.format(value)}`).join(", ")}`);
     } else if ((event.key === "+" || event.key === "-") && last > 0) {
       const [a, b] = this.range ?? [steps[0], steps[last]], middle = steps[this.index ?? last >> 1], half = (b - a) * (event.key === "+" ? 0.25 : 1);
       const next = [Math.max(steps[0], middle - half), Math.min(steps[last], middle + half)];
