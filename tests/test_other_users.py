@@ -70,7 +70,7 @@ def intrusions(ports: set[tuple[str, int]], processes: list[int]) -> list[str]:
     return succeeded
 
 
-@pytest.mark.parametrize("transport", ["shm", "torch", soak("star"), soak("ring")])
+@pytest.mark.parametrize("transport", ["torch", soak("shm"), soak("star"), soak("ring")])
 def test_another_user_joins_no_run_and_opens_none_of_its_memory(tmp_path: Path, transport: str) -> None:
     options = ["--workers=2", "--train.steps=100000", f"--group.transport={transport}", "--run.dir=run"]
     process = start("train", *SMALL, *options, cwd=tmp_path)

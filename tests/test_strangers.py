@@ -483,7 +483,7 @@ def test_the_token_is_in_a_file_that_only_its_owner_reads(tmp_path: Path, monkey
         token_of_worker(None)
 
 
-@pytest.mark.parametrize("transport", ["star", "torch", soak("shm"), soak("ring")])
+@pytest.mark.parametrize("transport", ["torch", soak("star"), soak("shm"), soak("ring")])
 def test_a_stranger_on_the_same_machine_finds_no_open_port_and_no_secret(tmp_path: Path, transport: str) -> None:
     """While `andon train` runs: loopback only, no secret on a command line, a challenge or nothing at each port."""
     options = ["--workers=2", "--train.steps=100000", f"--group.transport={transport}", "--run.dir=run"]
