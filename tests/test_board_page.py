@@ -67,17 +67,20 @@ def watch(browser: Browser, run: Path, options: list[str], steps: tuple[int, int
             page.screenshot(path=images / f"{name}.png")
 
     killed, halted, last = steps
+    # A small run would be over before the page is open: it pauses while it is watched, and where it will be killed.
+    pauses = {} if images else {**dict.fromkeys(range(killed // 2, killed - 1, 8), 1), killed: 15}
+    slow = [f"--fault=stall:rank=0,step={step},seconds={seconds}" for step, seconds in pauses.items()]
     folder = run.parent
     command = ["train", *options, f"--run.dir={run}", f"--train.steps={last}", "--workers=2"]
-    process = start(*command, cwd=folder)
-    wait_for_step(run, killed // 2, process, 600)
+    process = start(*command, *slow, cwd=folder)
+    wait_for_step(run, killed // 2 - 1, process, 600)
     with board(run, "--bind=127.0.0.1:0") as url:
         with page_of(browser, url) as page:
             page.wait_for_selector("#lamps .running")
             before = points(page)
             until(page, f"document.querySelector('#loss-chart').dataset.points > {before}")
             assert lamps(page) == ["running", "running"] and page.locator("#halt").is_hidden()
-            wait_for_step(run, killed, process, 600)
+            wait_for_step(run, killed - 1, process, 600)
             picture(page, "live")
             kill(process)
             process = start(*command, f"--fault=nan:rank=1,step={halted}", cwd=folder)
