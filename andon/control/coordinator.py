@@ -175,8 +175,9 @@ class Coordinator:
         kind = message["kind"]
         if kind == "alive":
             silence = message.get("silence")
+            link.heard = time.monotonic()
             if isinstance(silence, int | float) and 0 < silence <= LONGEST_SILENCE:
-                link.heard = time.monotonic() + silence
+                link.heard += silence
             self._stragglers.hear(worker, message, self._workers.values())
         elif worker.phase is Phase.KNOWN and kind == "hello":
             self._greet(worker, message)
