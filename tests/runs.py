@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +27,7 @@ SMALL = [
     *("--eval.sample_every=0", "--optim.warmup=2", "--group.timeout=20", "--device=cpu"),
 ]
 """A model small enough that a run takes a moment."""
+NOTHING: Mapping[str, str] = {}
 
 
 def soak(*values: Any) -> Any:
@@ -41,11 +44,23 @@ def start(
     *arguments: str, cwd: Path, executed: bool = False, output: int | IO[str] = subprocess.PIPE
 ) -> subprocess.Popen[str]:
     """Start `andon …` in a folder: forked from a process that has torch loaded, or really `executed`."""
-    make = subprocess.Popen if executed else prefork.popen
+    return launch([sys.executable, "-m", "andon", *arguments], cwd, executed, output)
+
+
+def launch(
+    command: list[str],
+    cwd: Path,
+    executed: bool = False,
+    output: int | IO[str] = subprocess.PIPE,
+    machine: tuple[str, str] | None = None,
+    more: Mapping[str, str] = NOTHING,
+) -> subprocess.Popen[str]:
+    """Start a command that is ended with the test; `more` is added to its environment."""
+    make = subprocess.Popen if executed else partial(prefork.popen, machine=machine)
     process: subprocess.Popen[str] = make(
-        [sys.executable, "-m", "andon", *arguments],
+        command,
         cwd=cwd,
-        env=environment(cwd),
+        env={**environment(cwd), **more},
         stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
@@ -100,34 +115,49 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+_read: dict[tuple[Path, int], tuple[int, list[dict[str, Any]]]] = {}
+
+
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    """The events of one kind; what was read before is not read again, as runs under test need the cores."""
+    path = folder / "metrics.jsonl"
+    with open(path, "rb") as file:
+        key = path, os.fstat(file.fileno()).st_ino
+        start, found = _read.get(key, (0, []))
+        if start > os.fstat(file.fileno()).st_size:
+            start, found = 0, []
+        file.seek(start)
+        lines = file.read()
+    lines = lines[: lines.rfind(b"\n") + 1]
+    found += map(json.loads, lines.splitlines())
+    _read[key] = start + len(lines), found
+    return [event for event in found if event["event"] == kind]
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], deadline: float = 60) -> None:
     """Wait until a run has done a step (or has ended)."""
     until = time.monotonic() + deadline
     while time.monotonic() < until and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and any(event["step"] >= step for event in events_so_far(folder)):
+        if any(event["step"] >= step for event in events_so_far(folder)):
             return
         time.sleep(0.01)
     assert process.poll() is not None, f"no step {step} within {deadline} s"
 
 
-def events_so_far(folder: Path) -> list[dict[str, int]]:
-    if not (folder / "metrics.jsonl").exists():
-        return []
-    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
-    return [event for event in map(json.loads, lines) if event["event"] == "step"]
+def events_so_far(folder: Path) -> list[dict[str, Any]]:
+    return events(folder, "step") if (folder / "metrics.jsonl").exists() else []
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children()
-    except psutil.NoSuchProcess:
-        return []
+def workers_of(process: subprocess.Popen[str], place: str = "") -> list[psutil.Process]:
+    """The workers of `andon train` or `andon run`, or only that of one place, by place."""
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended
+                name = child.name()
+                if name.startswith("andon-rank-") and place in ("", name.rpartition("-")[2]):
+                    found[int(name.rpartition("-")[2])] = child
+    return [found[each] for each in sorted(found)]
 
 
 def read_terminal(descriptor: int) -> str:

@@ -72,11 +72,11 @@ def test_a_lost_worker_leaves_a_gap_in_its_lane_and_another_takes_its_seat(tmp_p
         return [(worker.rank, worker.lamp) for worker in feed.history.story.lamps("running")]
 
     assert lamps() == [(0, "running"), (1, "lost"), (2, "running")]
-    fewer = event("generation", 1.6, generation=2, step=10, workers=2, joined=0, lost_state=False)
+    fewer = event("generation", 1.6, generation=1, step=10, workers=2, joined=0, lost_state=False)
     write(folder, [fewer, step(11)], "a")
     feed.advance()
     assert lamps() == [(0, "running"), (1, "lost"), (1, "running")]  # the ranks close the gap
-    more = event("generation", 3.1, generation=3, step=11, workers=3, joined=1, lost_state=False)
+    more = event("generation", 3.1, generation=2, step=11, workers=3, joined=1, lost_state=False)
     write(folder, [event("worker", 3.0, rank=2, host="there"), more, step(12)], "a")
     feed.advance()
     sections = feed.sections()
@@ -84,7 +84,12 @@ def test_a_lost_worker_leaves_a_gap_in_its_lane_and_another_takes_its_seat(tmp_p
     spans = [(span["start"], span["end"], span["how"]) for span in sections["lanes"][1]["spans"]]
     assert spans == [(NOW, NOW + 1.5, "lost"), (NOW + 3.1, None, "")]
     told = [(each["generation"], each["workers"], each["why"]) for each in sections["generations"]]
-    assert told == [(1, 3, "started"), (2, 2, "rank 1 was lost"), (3, 3, "1 joined")]
+    assert told == [(0, 3, "started"), (1, 2, "rank 1 was lost"), (2, 3, "1 joined")]
+    smaller = event("generation", 4.1, generation=3, step=12, workers=2, joined=0, lost_state=False)
+    write(folder, [smaller], "a")  # by `andon resize`: the last rank is told to leave
+    feed.advance()
+    assert lamps() == [(0, "running"), (2, "stopped"), (1, "running")]
+    assert feed.sections()["generations"][-1]["why"] == "1 left" and feed.sections()["status"]["workers"] == 2
     write(folder, [*begin(11, workers=2, after=20), step(12)], "a")  # killed, and resumed with two
     feed.advance()
     assert lamps() == [(0, "running"), (1, "running")] and feed.history.steps.tolist() == list(range(1, 13))

@@ -19,7 +19,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from tests.browser import chromium, page_of, until
-from tests.runs import SMALL, events, start, wait_for_step
+from tests.runs import SMALL, events, start, wait_for_step, workers_of
 from tests.test_board import begin, board, event, step, write
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
@@ -58,28 +58,32 @@ def kill(process: Any) -> None:
     process.wait(30)
 
 
-def watch(browser: Browser, run: Path, options: list[str], steps: tuple[int, int, int], images: Path | None) -> None:
-    """A run that is killed at one step, resumed, and halted by a NaN at another; then seen once more, finished."""
+def watch(browser: Browser, run: Path, options: list[str], steps: tuple[int, ...], images: Path | None) -> None:
+    """A run that loses a worker at one step and goes on, is killed at another, resumed, and halted by a NaN; then seen
+    once more, finished."""
 
     def picture(page: Page, name: str) -> None:
         if images:
             page.wait_for_timeout(1500)
             page.screenshot(path=images / f"{name}.png")
 
-    killed, halted, last = steps
+    lost, killed, halted, last = steps
     # A small run would be over before the page is open: it pauses while it is watched, and where it will be killed.
-    pauses = {} if images else {**dict.fromkeys(range(killed // 2, killed - 1, 8), 1), killed: 15}
+    pauses = {} if images else {**dict.fromkeys(range(lost // 2, killed - 1, 8), 1), killed: 15}
     slow = [f"--fault=stall:rank=0,step={step},seconds={seconds}" for step, seconds in pauses.items()]
     folder = run.parent
     command = ["train", *options, f"--run.dir={run}", f"--train.steps={last}", "--workers=2"]
     process = start(*command, *slow, cwd=folder)
-    wait_for_step(run, killed // 2 - 1, process, 600)
+    wait_for_step(run, lost // 2 - 1, process, 600)
     with board(run, "--bind=127.0.0.1:0") as url:
         with page_of(browser, url) as page:
             page.wait_for_selector("#lamps .running")
             before = points(page)
             until(page, f"document.querySelector('#loss-chart').dataset.points > {before}")
             assert lamps(page) == ["running", "running"] and page.locator("#halt").is_hidden()
+            wait_for_step(run, lost, process, 600)
+            workers_of(process)[1].kill()
+            see_the_return(page, run)
             wait_for_step(run, killed - 1, process, 600)
             picture(page, "live")
             kill(process)
@@ -92,7 +96,7 @@ def watch(browser: Browser, run: Path, options: list[str], steps: tuple[int, int
             sample = halt["findings"][0]["samples"][0]
             assert f"at step {halted}" in card and halt["findings"][0]["parameter"] in card and str(sample) in card
             assert halt["texts"][str(sample)].split()[2] in card and "andon data show" in card
-            assert page.locator("#lanes rect.done").count() == 4  # two workers, before and after the kill
+            assert page.locator("#lanes rect.done").count() == 5  # the lost one; both before and after the kill
             assert "resumed after step" in page.locator("#generations").inner_text()
             seen = curve(page)
             assert seen == sorted(set(seen)) and "done again" in page.locator("#loss-legend").inner_text()
@@ -110,9 +114,22 @@ def watch(browser: Browser, run: Path, options: list[str], steps: tuple[int, int
                 picture(page, "phone")
 
 
-def test_a_run_is_seen_live_killed_resumed_halted_and_finished(browser: Browser, tmp_path: Path) -> None:
+def see_the_return(page: Page, run: Path) -> None:
+    """A worker was killed: its lane has a gap, the generations tell of it, both lamps burn again, the curve is one."""
+    until(page, "document.querySelector('#generations').textContent.includes('1 joined')", 120)
+    told = page.locator("#generations").inner_text()
+    assert "2 workers · rank 1 was lost" in told.replace("\n", " ") or "1 worker · rank 1 was lost" in told
+    until(page, "document.querySelectorAll('#lamps .running').length === 2")
+    (left,) = events(run, "lost")
+    lane = page.locator("#lanes rect.open").count(), page.locator("#lanes rect.lost").count()
+    assert left["rank"] == 1 and lane == (2, 1)
+    seen = curve(page)
+    assert seen == sorted(set(seen))
+
+
+def test_a_run_is_seen_live_without_a_worker_resumed_halted_and_finished(browser: Browser, tmp_path: Path) -> None:
     options = [*SMALL, "--checkpoint.every=10", "--eval.every=20", "--data.stories=200"]
-    watch(browser, tmp_path / "run", options, (45, 75, 90), None)
+    watch(browser, tmp_path / "run", options, (30, 60, 85, 100), None)
 
 
 @pytest.mark.soak
@@ -120,7 +137,9 @@ def test_a_run_is_seen_live_killed_resumed_halted_and_finished(browser: Browser,
 def test_the_pictures_of_the_readme(browser: Browser, tmp_path: Path) -> None:
     IMAGES.mkdir(exist_ok=True)
     (tmp_path / "runs").mkdir()
-    watch(browser, tmp_path / "runs" / "demo", ["--checkpoint.every=100", "--eval.every=50"], (330, 480, 700), IMAGES)
+    watch(
+        browser, tmp_path / "runs" / "demo", ["--checkpoint.every=100", "--eval.every=50"], (200, 330, 480, 700), IMAGES
+    )
 
 
 def test_what_a_run_says_is_shown_as_text_and_nobody_else_is_asked(browser: Browser, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from andon.engine.order import Order
-from andon.transport.base import Group, GroupTimeout, PeerLost, Rendezvous, Settings, first_row, one_node_each, rows_of
+from andon.transport.base import Group, GroupTimeout, PeerLost, Rendezvous, Settings
+from andon.transport.rows import first_row, one_node_each, rows_of
 
 
 def thread_groups(world_size: int, timeout: float = 60.0) -> list[Group]:

@@ -46,6 +46,10 @@ def small_tokens(folder: Path) -> Path:
 def make_trainer(group: Group, tokens: Path, config: Config, emit: Emit = no_event) -> Trainer:
     """A trainer on a group that outlives it; it saves nothing unless a test has chosen a folder."""
     torch.set_num_threads(1)
+    if config.group.transport == "auto":
+        zero = config.zero.model_copy(update={"policy": config.zero.resolve("auto")})
+        exchange = config.group.model_copy(update={"transport": group.transport})
+        config = config.model_copy(update={"zero": zero, "group": exchange})
     trainer = build_trainer(config, TokenSet.open(tokens), group, torch.device("cpu"), emit)
     if config.run.dir == RunConfig().dir:
         trainer.checkpointer = None

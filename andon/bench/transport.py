@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 from andon.bench.bounds import measure_bounds
-from andon.bench.ranks import run_ranks
+from andon.bench.processes import run_ranks
 from andon.bench.report import show
 from andon.control.token import new_token
 from andon.errors import UserError
@@ -82,7 +82,7 @@ def _run_ranks(
         name: _serve_star(ranks, token) for name in transports if TRANSPORTS[name.partition(":")[0]].needs_server
     }
     task = {"transports": transports, "sizes": sizes, "repetitions": repetitions, "servers": servers}
-    by_rank = run_ranks("andon.bench.transport_rank", ranks, task, token)
+    by_rank = run_ranks("andon.bench.ranks.transport", ranks, task, token)
     return {
         size: {
             name: [

@@ -7,6 +7,7 @@ that was away gets the deltas that it missed, or is told to reload.
 
 import json
 import math
+import time
 from collections import deque
 from pathlib import Path
 from threading import Lock, Thread
@@ -20,6 +21,7 @@ from andon.run.events import as_json
 POINTS = 900
 ROWS_OF_DELTA = 200
 KEPT = 64  # deltas
+PAGE_FIRST = 1.0  # seconds in which a page opens before the rest of a large file is read
 SHOWN_EVALS, SHOWN_SAVES = 400, 40
 
 
@@ -42,6 +44,7 @@ class Feed:
             Thread(target=self._read_whole, name="andon-board-history", daemon=True).start()
 
     def _read_whole(self) -> None:
+        time.sleep(PAGE_FIRST)
         whole = History(self.history.path)
         whole.advance()
         self._whole = whole

@@ -5,12 +5,13 @@ the curve and are kept apart, so that the curve is one. With a `stride` above 1 
 other events: a file of a million steps opens at once and is read whole in the background.
 """
 
-import itertools
 import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from io import FileIO
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ PLAIN_STEP = re.compile(
     + b"".join(b', "%b": %b' % (key, NUMBER) for key in (b"time", b"step", b"loss", b"tokens"))
     + b"".join(b', "%b": %b' % (key, NUMBER) for key in (b"tokens_per_s", b"lr", b"grad_norm"))
 )
+MFU = re.compile(rb'"mfu": ([0-9][-+0-9.e]*)}$')
 CHUNK = 4 << 20
 LARGE = 24 << 20  # bytes of a file that is first read with a stride
-PARSED_AT_ONCE = 6_000  # steps of such a file
+PARSED_AT_ONCE = 6_000  # steps of such a file, at most
+IN_BULK = 400  # lines from which on steps are read in bulk
 STRIP = 160  # steps whose phases are kept
 MOST_REDONE, POINTS_REDONE = 24, 200
 TAIL = 256 << 10  # bytes at the end of a file: enough for the last steps
@@ -89,13 +92,8 @@ class History:
                     return
                 self._identity = identity
                 file.seek(self._offset)
-                while chunk := file.read(CHUNK):
-                    end = chunk.rfind(b"\n") + 1
-                    if not end:
-                        return
-                    self._offset += end
-                    self._add_chunk(chunk, end)
-                    file.seek(self._offset)
+                for lines in self._chunks(file) if self.stride == 1 else [list(chain(*self._chunks(file)))]:
+                    self._add_lines(lines)
         except FileNotFoundError:
             self.replaced = bool(self._offset)
         except OSError:  # a disk that does not answer, or a file that may not be read: the next call tries again
@@ -105,9 +103,18 @@ class History:
         """Read the last events only."""
         self._add(parse(tail(self.path)))
 
-    def _add_chunk(self, chunk: bytes, end: int) -> None:
-        lines = chunk[:end].split(b"\n") if self.stride == 1 else self._some(chunk, end)
-        if len(lines) > 10 * STRIP:
+    def _chunks(self, file: FileIO) -> Iterator[list[bytes]]:
+        """The whole lines of a file from here on, as many at a time as fit into a chunk."""
+        while chunk := file.read(CHUNK):
+            end = chunk.rfind(b"\n") + 1
+            if not end:
+                return
+            self._offset += end
+            file.seek(self._offset)
+            yield chunk[:end].split(b"\n") if self.stride == 1 else self._some(chunk, end)
+
+    def _add_lines(self, lines: list[bytes]) -> None:
+        if len(lines) > IN_BULK:
             self._add_many(lines[:-STRIP])
             lines = lines[-STRIP:]
         self._add(parse(lines))
@@ -128,18 +135,15 @@ class History:
 
     def _add_many(self, lines: list[bytes]) -> None:
         """Steps as this version writes them, in bulk; whatever else there is, one by one."""
-        for plain_steps, group in itertools.groupby(((PLAIN_STEP.match(line), line) for line in lines), _is_match):
+        for is_plain, group in groupby(((plain_step(line), line) for line in lines), lambda each: bool(each[0])):
             found = list(group)
-            fields = [match.groups() for match, _ in found if match]
-            table = np.array(fields, "S32").astype(np.float64).T if plain_steps else np.empty((0, 0))
-            steps = table[1] if plain_steps else table
-            is_next = bool(plain_steps and steps[0] > (self.steps[-1] if self.count else 0))
-            if not is_next or not (np.diff(steps) > 0).all():
+            table = np.array([fields for fields, _ in found], "S32").astype(np.float64).T if is_plain else np.empty(0)
+            is_next = bool(is_plain and table[1, 0] > (self.steps[-1] if self.count else 0))
+            if not is_next or not (np.diff(table[1]) > 0).all():
                 self._add(parse([line for _, line in found]))
                 continue
-            _, steps, loss, tokens, tokens_per_s, lr, norm = table
-            nothing = np.full_like(loss, np.nan)
-            self._append(np.stack([steps, loss, tokens_per_s, norm, lr, nothing]))
+            _, steps, loss, tokens, tokens_per_s, lr, norm, mfu = table
+            self._append(np.stack([steps, loss, tokens_per_s, norm, lr, mfu]))
             self.story.tokens += int(tokens[:-1].sum())
             for event in parse([found[-1][1]]):
                 self.story.add_step(event, int(steps[-1]))
@@ -188,8 +192,12 @@ class History:
         self.cut = min(step, self.cut if self.cut is not None else step)
 
 
-def _is_match(found: tuple[re.Match[bytes] | None, bytes]) -> bool:
-    return found[0] is not None
+def plain_step(line: bytes) -> tuple[bytes, ...] | None:
+    """The numbers of a step as this version writes it, the MFU or NaN last; None for other lines."""
+    if line.endswith(b'"}') or not (found := PLAIN_STEP.match(line)):  # a step that was skipped ends with the reason
+        return None
+    mfu = None if line.endswith(b"}}") else MFU.search(line, max(0, len(line) - 32))
+    return *found.groups(), mfu[1] if mfu else b"nan"
 
 
 def tail(path: Path) -> list[bytes]:

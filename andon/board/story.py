@@ -172,8 +172,8 @@ class Story:
         self._new_generation(event, f"resumed after step {again:,}" if again else "started")
 
     def _new_generation(self, event: Event, why: str) -> None:
-        before: int = self.generations[-1]["generation"] if self.generations else 0
-        number = integer(event.get("generation")) or before + 1
+        before: int = self.generations[-1]["generation"] if self.generations else -1
+        number = integer(event["generation"]) if "generation" in event else before + 1
         here = sum(seat.taken for seat in self.seats)
         workers = integer(event.get("workers")) or here
         entry = {"generation": number, "time": self.time, "step": self.step, "workers": workers, "why": why}
@@ -182,14 +182,21 @@ class Story:
     def _on_generation(self, event: Event) -> None:
         """Ranks close the gaps that the lost have left; who has come takes the free seats."""
         staying = sorted((seat for seat in self.seats if seat.taken), key=lambda seat: seat.worker.rank)
-        for rank, seat in enumerate(staying):
-            seat.worker.rank = rank
         came = len(self._arrived)
+        stay = max(0, (integer(event.get("workers")) or len(staying) + came) - came)
+        for seat in staying[stay:]:
+            seat.leave(self.time, "released")
+            seat.worker.lamp, seat.worker.detail = "stopped", "no longer wanted"
+        for rank, seat in enumerate(staying[:stay]):
+            seat.worker.rank = rank
         for rank, (_, host) in sorted(self._arrived.items()):
             self._take_seat(Worker(rank, host, "running"))
         self._arrived.clear()
+        self.facts["workers"] = stay + came
         lost, self._lost = self._lost, []
         parts = [f"rank {rank} was lost" for rank in lost] + ([f"{came} joined"] if came else [])
+        if len(staying) > stay:
+            parts.append(f"{len(staying) - stay} left")
         back = integer(event.get("step"))
         if event.get("lost_state") is True:
             parts.append(f"back to step {back:,}")
@@ -210,10 +217,6 @@ class Story:
                 seat.leave(self.time, "lost")
                 seat.worker.lamp, seat.worker.detail = "lost", f"since step {integer(event.get('step')) or self.step:,}"
                 self._lost.append(rank)
-
-    def _on_joined(self, event: Event) -> None:
-        self._on_worker(event)
-        self._on_generation(event)
 
     def _end(self, state: str, lamp: str) -> None:
         self.state = state

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from andon.config.load import load
 from andon.config.schema import Config
+from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.run.events import read
 from andon.run.prepare import prepare_tokens
@@ -24,9 +25,7 @@ def show_windows(run: Path, windows: list[int], console: Console) -> None:
     # The run may be another's: nothing is written where its configuration says.
     config = load(run / "config.yaml").with_own_cache()
     tokens, context = prepare_tokens(config, console), config.train.context
-    trained_on = _data_of(run)
-    if trained_on and trained_on[-1] != tokens.digest:
-        raise other_data(run)
+    check_data(run, tokens)
     tokenizer, last = tokens.tokenizer(), (tokens.token_count - 1) // context - 1
     if not windows or not all(0 <= window <= last for window in windows):
         raise UserError(f"There are no windows {windows}", f"They are numbered 0 to {last}", "Give --windows 0,1,2")
@@ -34,6 +33,13 @@ def show_windows(run: Path, windows: list[int], console: Console) -> None:
         text = tokenizer.decode(tokens.read(window * context, context + 1).tolist())
         console.print(f"window {window:,} · tokens {window * context:,} to {(window + 1) * context:,}", style="bold")
         console.print(text, markup=False)
+
+
+def check_data(run: Path, tokens: TokenSet) -> None:
+    """Refuse a run that was trained on other data."""
+    trained_on = _data_of(run)
+    if trained_on and trained_on[-1] != tokens.digest:
+        raise other_data(run)
 
 
 def _data_of(run: Path) -> list[str]:

@@ -23,7 +23,7 @@ from andon.model.hub import load_model
 from andon.model.llama import Llama
 from andon.run import evaluate as evaluation
 from andon.run.build import build_batches
-from andon.run.folder import RunFolder
+from andon.run.folder import DamagedCheckpoint, newest_good
 from andon.run.prepare import prepare_tokens
 from andon.transport.local import LocalGroup
 
@@ -48,10 +48,10 @@ def checkpoint_of(folder: Path) -> Path:
     if not (folder / "checkpoints").is_dir():
         verify_named(folder)
         return folder
-    run = RunFolder(folder)
-    found = run.newest_good()
-    for note in run.notes:
-        print(harmless(note), file=sys.stderr)
+    damaged: list[DamagedCheckpoint] = []
+    found = newest_good(folder / "checkpoints", damaged)
+    for damage in damaged:
+        print(harmless(damage.note), file=sys.stderr)
     if found is None:
         raise UserError(f"{folder} has no checkpoint yet", "The run has not saved", "Wait for its first save")
     return found

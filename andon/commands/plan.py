@@ -11,7 +11,7 @@ from andon.bench.numerics import cost
 from andon.config.schema import Config
 from andon.numerics import has_avx2
 from andon.run.outlook import show_plan
-from andon.run.plan import Plan, changes, make_plan
+from andon.run.plan import Plan, changes, cost_of_a_loss, make_plan
 from andon.run.terminal import human_bytes
 
 
@@ -20,7 +20,12 @@ def main(config: Config, as_json: bool, console: Console) -> None:
     config = config.on_this_machine()
     plan, others = make_plan(config), changes(config)
     if as_json:
-        now = {"workers": config.workers, "transport": config.group.transport, **plan.to_json()}
+        now = {
+            "workers": config.workers,
+            "transport": config.group.transport,
+            **plan.to_json(),
+            "a_loss": cost_of_a_loss(config),
+        }
         rows = [{"keys": keys, **other.to_json()} for keys, other in others]
         print(json.dumps({**now, "changes": rows}))
         return

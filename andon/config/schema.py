@@ -207,7 +207,11 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA if there is a device, and otherwise the CPU with a note."""
     workers: PositiveInt = 1
-    """Number of worker processes."""
+    """Number of worker processes that are wanted."""
+    min_workers: PositiveInt = 1
+    """Number of workers with which the run goes on when others are lost; with fewer it waits for new ones."""
+    restarts: NonNegativeInt = 100
+    """How many lost workers `andon train` starts again, in all."""
     threads: int = Field(1, gt=0, le=1 << 12)
     """Compute threads per worker."""
     on_nonfinite: Literal["halt", "skip"] = "halt"
@@ -232,6 +236,8 @@ class Config(Section):
             parse_fault(text)
         if self.group.mixed and self.zero.replicas > 1:
             raise ValueError("group.mixed needs zero.replicas 1: a replica is computed by another machine")
+        if self.min_workers > self.workers:
+            raise ValueError(f"min_workers = {self.min_workers} is more than workers = {self.workers}")
         if self.workers > self.train.slots:
             raise ValueError(
                 f"{self.workers} workers need at least one slot each, but train.slots = {self.train.slots}"

@@ -7,6 +7,7 @@ in range. The samples of a step are dealt to its slots in turn (C-SHARD-001).
 """
 
 from typing import Protocol
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,11 @@ class Batches:
     def _stack(self, windows: list[int]) -> Batch:
         rows = np.stack([self.source.read(window * self.context, self.context + 1) for window in windows])
         return rows[:, :-1], rows[:, 1:]
+
+
+def checksum(samples: list[int]) -> int:
+    """What a ledger keeps of the samples of a slot."""
+    return crc32(",".join(map(str, samples)).encode())
 
 
 def interleave(count: int, part: int, parts: int) -> range:

@@ -2,7 +2,7 @@
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from andon.checkpoint.checkpointer import Checkpointer
+from andon.data.batches import checksum
+from andon.engine.membership import Membership
 from andon.engine.optimizer import Optimizer, Totals
+from andon.engine.recovery.commit import Settlement
 from andon.integrity.halt import Finding, Flaw, JidokaHalt, find_flaw, share_findings
 
 IntArray = npt.NDArray[np.int64]
@@ -44,6 +47,20 @@ class StepSettings:
     autocast: torch.dtype | None = None
 
 
+class SamplesOfStep:
+    """A checksum of the samples of each slot; all ranks learn all of them with the step's exchange."""
+
+    def __init__(self) -> None:
+        self.mine: list[int] = []
+        self.everyone: list[int] = []
+
+    def status(self) -> list[int]:
+        return self.mine
+
+    def receive(self, statuses: Sequence[list[int]]) -> None:
+        self.everyone = [each for of_rank in statuses for each in of_rank]
+
+
 class Trainer:
     """Trains a model whose forward gives the loss of a batch, summed over its targets."""
 
@@ -58,8 +75,9 @@ class Trainer:
         self.settings, self.progress, self.checkpointer = settings, optimizer.progress, checkpointer
         self.stop = optimizer.stop
         self.on_step: Callable[[Totals], None] = lambda totals: None
-        optimizer.judge = self.judge
-        optimizer.passengers.append(self.model.phases)
+        self._samples = SamplesOfStep()
+        optimizer.judge, optimizer.samples = self.judge, lambda: self._samples.everyone
+        optimizer.passengers += [self.model.phases, self._samples]
         if checkpointer:
             optimizer.passengers.append(checkpointer)
 
@@ -71,8 +89,10 @@ class Trainer:
     def train_step(self) -> Totals:
         """One step: slots, exchange, verdict, update, and a save where one is due."""
         step, model = self.progress.step + 1, self.model
+        self._samples.mine = []
         for slot in model.slots:
             x, y = self.batch(step, slot)
+            self._samples.mine.append(checksum(self.batches.windows(step, slot)))
             with model.phases("forward"), self.autocast():
                 loss = model(x, y)
             with model.phases("backward"):
@@ -85,6 +105,19 @@ class Trainer:
             with model.phases("save"):
                 self.checkpointer.after(step, last=self.is_last)
         return totals
+
+    def enter(self, membership: Membership, recorded: int) -> Settlement:
+        """Go on in another generation; all its members call it together. See `Optimizer.enter`."""
+        settled = self.optimizer.enter(membership, recorded)
+        if self.checkpointer:
+            self.checkpointer.enter()
+        return settled
+
+    def part(self) -> None:
+        """Leave the generation, whatever has become of its group."""
+        if self.checkpointer:
+            self.checkpointer.close()
+        self.model.part()
 
     @property
     def is_last(self) -> bool:

@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from andon.protocol2 import messages
 from andon.protocol2.worker_pool import LONGEST_HEAD, Worker, WorkerPool
-from andon.transport.base import GroupError, GroupTimeout, ProtocolError, one_node_each
+from andon.transport.base import GroupError, GroupTimeout, ProtocolError
+from andon.transport.rows import one_node_each
 from andon.transport.tcp.connect import introductions, listen
 from andon.transport.tcp.frames import Floats, Message, decode, frame
 from andon.transport.tcp.stream import Incoming, read_frame

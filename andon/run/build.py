@@ -28,14 +28,18 @@ from andon.transport.base import TRANSPORTS, Group
 
 def build_trainer(config: Config, tokens: TokenSet, group: Group, device: torch.device, emit: Emit) -> Trainer:
     """The trainer of one rank; only rank 0 emits events."""
-    check_vocabulary(config, tokens)
-    optimizer = build_optimizer(config, build_model(config, device), group)
-    optimizer.facts = f"{config.determinism_key} {tokens.digest}"
-    checkpointer = build_checkpointer(config, tokens, optimizer, emit)
-    trainer = Trainer(optimizer, build_batches(config, tokens), step_settings(config, device), checkpointer)
+    optimizer = build_optimizer(config, tokens, group, device)
+    trainer = trainer_of(config, tokens, optimizer, emit)
     if config.fault:
         inject(config, optimizer)
     return trainer
+
+
+def trainer_of(config: Config, tokens: TokenSet, optimizer: Optimizer, emit: Emit) -> Trainer:
+    """The trainer of an optimizer that is there: its batches and its checkpoints."""
+    checkpointer = build_checkpointer(config, tokens, optimizer, emit)
+    settings = step_settings(config, optimizer.model.arena.device)
+    return Trainer(optimizer, build_batches(config, tokens), settings, checkpointer)
 
 
 def build_model(config: Config, device: torch.device) -> Llama:
@@ -51,15 +55,18 @@ def build_model(config: Config, device: torch.device) -> Llama:
     return model
 
 
-def build_optimizer(config: Config, model: Llama, group: Group) -> Optimizer:
+def build_optimizer(config: Config, tokens: TokenSet, group: Group, device: torch.device) -> Optimizer:
     """The model on its group, and AdamW over it."""
+    check_vocabulary(config, tokens)
     # A transport that computes on the workers' cores would take them from forward.
-    overlap = not TRANSPORTS[group.transport].uses_worker_cores and not config.train.compile
-    parallel = DataParallel(model, group, config.train.slots, config.seed, overlap)
+    overlap = not TRANSPORTS[config.group.transport].uses_worker_cores and not config.train.compile
+    parallel = DataParallel(build_model(config, device), group, config.train.slots, config.seed, overlap)
     optim = config.optim
     zero = Zero(config.zero.resolve(config.group.transport), config.zero.replicas)
     betas = (optim.beta1, optim.beta2)
-    return AdamW(parallel, optim.lr, betas, optim.eps, optim.weight_decay, zero)
+    optimizer = AdamW(parallel, optim.lr, betas, optim.eps, optim.weight_decay, zero)
+    optimizer.facts = f"{config.determinism_key} {tokens.digest}"
+    return optimizer
 
 
 def build_batches(config: Config, tokens: TokenSet) -> Batches:

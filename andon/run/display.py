@@ -65,6 +65,16 @@ class Display:
     def _on_note(self, event: Event) -> None:
         self.console.print(event["text"], style="dim", markup=False, soft_wrap=True)
 
+    def _on_lost(self, event: Event) -> None:
+        self.console.print(event["text"], style="bold red", markup=False, soft_wrap=True)
+
+    def _on_generation(self, event: Event) -> None:
+        workers, joined = event["workers"], event["joined"]
+        who = f"{workers} worker{'s' if workers > 1 else ''}" + (f", {joined} of them new," if joined else "")
+        where = "from the checkpoint of" if event["lost_state"] else "after"
+        text = f"Going on with {who} {where} step {event['step']:,} ({event['seconds']:.1f} s, generation "
+        self.console.print(f"{text}{event['generation']})", style="bold", markup=False, soft_wrap=True)
+
     def _on_save_failed(self, event: Event) -> None:
         what = "trying once more" if event["again"] else "skipped; the earlier checkpoints are intact"
         where = f"Checkpoint {event['step']} could not be written to {event['folder']}"

@@ -1,8 +1,9 @@
 """Events: the one record of a run; everything that shows a run reads them.
 
 An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds: `worker` ·
-`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `damaged` · `stopped` · `halt` · `done`.
-`metrics.jsonl` holds them all. `summary.json` holds the last `done`, `halt.json` the last `halt`.
+`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `damaged` (a checkpoint) · `lost` (a
+worker) · `generation` (the run goes on with other members) · `stopped` · `halt` · `done`. `metrics.jsonl` holds them
+all. `summary.json` holds the last `done`, `halt.json` the last `halt`.
 """
 
 import json
@@ -22,6 +23,7 @@ Emit = Callable[[Event], None]
 MOST_WAITING = 64 << 20  # bytes of events that may wait for a disk
 RETRY_SECONDS = 1.0  # until a disk that failed is tried again
 CLOSE_SECONDS = 10.0  # that the disk gets at the end of the run
+TAIL_BYTES = 1 << 18  # in which the last step of a run is looked for
 OWN_FILES = {"done": "summary.json", "halt": "halt.json"}
 
 
@@ -36,6 +38,16 @@ FIELDS: Final[dict[str, Fields]] = {
     "eval": {"step": int, "loss": NUMBER, "bits_per_byte": NUMBER},
     "checkpoint": {"step": int},
     "save_failed": {"step": int, "reason": str, "folder": str, "again": bool},
+    "damaged": {"step": int, "reason": str},
+    "lost": {"rank": int, "host": str, "why": str, "text": str},
+    "generation": {
+        "generation": int,
+        "workers": int,
+        "step": int,
+        "seconds": NUMBER,
+        "joined": int,
+        "lost_state": bool,
+    },
     "stopped": {"step": int},
     "halt": {"step": int, "committed": int, "cause": str, "findings": list, "sound": bool},
     "done": {
@@ -227,6 +239,17 @@ def cut_last_line(path: Path) -> None:
         data = path.read_bytes()
         if not data.endswith(b"\n"):
             os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def last_step(folder: Path) -> int:
+    """The step that the last events of a run tell of; -1 if they tell of none."""
+    try:
+        with open(folder / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            found = [json.loads(line) for line in file.read().split(b"\n")[1:-1]]
+        return max((event["step"] for event in found if event["event"] == "step"), default=-1)
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
 
 
 def read(folder: Path) -> Iterator[Event]:

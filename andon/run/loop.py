@@ -3,22 +3,28 @@
 import contextlib
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from andon.checkpoint.listing import step_of
 from andon.checkpoint.store import weights_blake3
 from andon.config.schema import Config
 from andon.data.batches import Batches
 from andon.data.token_set import TokenSet
+from andon.engine.membership import MembersChange
 from andon.engine.optimizer import Totals
+from andon.engine.progress import Progress
+from andon.engine.recovery.commit import Settlement
 from andon.engine.trainer import Trainer
 from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
 from andon.run import evaluate as evaluation
 from andon.run.events import Emit, event, no_event
+from andon.run.folder import DamagedCheckpoint, newest_good
 from andon.run.speed import mfu
 from andon.transport.base import Group
 
@@ -29,13 +35,27 @@ LONGEST_TEXT = 600  # characters of a sample in a halt
 HEARTBEAT = 0.2  # seconds between signs of life of a rank 0 that is busy
 
 
+class Books(Protocol):
+    """Where a rank reports what the run's ledger is to say."""
+
+    def report(self, records: Sequence[Any]) -> None:
+        """These steps are committed."""
+        ...
+
+    def went_back(self, generation: int, step: int) -> None:
+        """A generation goes on from the checkpoint of a step."""
+        ...
+
+
 class Run:
     """One rank's run; rank 0 emits events and samples for all."""
 
-    def __init__(self, config: Config, tokens: TokenSet, trainer: Trainer, emit: Emit) -> None:
+    def __init__(
+        self, config: Config, tokens: TokenSet, trainer: Trainer, emit: Emit, books: Books | None = None
+    ) -> None:
         self.config, self.tokens, self.trainer = config, tokens, trainer
-        self.is_rank_0 = trainer.model.membership.rank == 0
-        self.emit: Emit = emit if self.is_rank_0 else no_event
+        self._emit, self._books = emit, books
+        self._begun, self._reported = False, 0
         self.tokenizer = tokens.tokenizer()
         self.on_stories = config.data.corpus == ("stories",)
         self._began = self._sampled = self._step_began = time.monotonic()
@@ -45,12 +65,23 @@ class Run:
         trainer.on_step = self._emit_step
 
     @property
+    def is_rank_0(self) -> bool:
+        return self.trainer.model.membership.rank == 0
+
+    @property
+    def emit(self) -> Emit:
+        """Emits events, on rank 0."""
+        return self._emit if self.is_rank_0 else no_event
+
+    @property
     def group(self) -> Group:
         """The group, free for another collective."""
         return self.trainer.model.group
 
     def train(self) -> None:
-        """Train to the last step, or until some rank wants to stop."""
+        """Train to the last step, or until some rank wants to stop; `MembersChange` if somebody waits to join."""
+        if not self._begun:
+            self._begin()
         try:
             self._loop()
         except JidokaHalt as halt:
@@ -66,9 +97,9 @@ class Run:
         read = [(window, self.tokens.read(window * context, context)) for window in list(windows)[:TEXTS_OF_HALT]]
         return {str(window): self.tokenizer.decode(tokens.tolist())[:LONGEST_TEXT] for window, tokens in read}
 
-    def _loop(self) -> None:
-        steps, progress = self.config.train.steps, self.trainer.progress
-        transport, data = self.config.group.transport, self.tokens.digest
+    def _begin(self) -> None:
+        """The run starts, or resumes: its first generation begins."""
+        transport, data, progress = self.config.group.transport, self.tokens.digest, self.trainer.progress
         self.emit(
             event(
                 "start",
@@ -77,21 +108,98 @@ class Run:
                 floor=self.floor(),
                 data=data,
                 probe=dict(self.config.probe),
-                steps=steps,
+                steps=self.config.train.steps,
                 workers=self.group.world_size,
+                generation=self.group.generation,
                 parameters=self.config.shape.parameters,
                 model=self.config.model.preset,
             )
         )
+        self._begun, self._reported = True, progress.step
+
+    def go_on(self, settled: Settlement, since: float) -> None:
+        """Another generation begins: bring everyone to the same step, and say so."""
+        progress, commit = self.trainer.progress, self.trainer.optimizer.commit
+        if settled.lost:
+            self._go_back(settled)
+        if self.is_rank_0 and commit.verdict:
+            self._emit_step(Totals.of(commit.verdict[0]))  # the rank that has committed it may not have said so
+        self._begin()  # the first generation may have ended before it has said so
+        self._reported = 0
+        self._report(progress.step)
+        membership = self.trainer.model.membership
+        self.emit(
+            event(
+                "generation",
+                generation=membership.generation,
+                workers=membership.world_size,
+                step=progress.step,
+                seconds=round(time.monotonic() - since, 3),
+                joined=len(settled.new),
+                lost_state=settled.lost,
+            )
+        )
+
+    def _go_back(self, settled: Settlement) -> None:
+        """A part of the state is lost: all go back to the newest checkpoint, or to the first weights."""
+        trainer, damaged = self.trainer, list[DamagedCheckpoint]()
+        folder = self.config.run.dir / "checkpoints"
+        found = while_others_wait(self.group, lambda: newest_good(folder, damaged))
+        path = self.group.all_gather_bytes(str(found or "").encode())[0].decode()
+        for damage in damaged:
+            self.emit(event("damaged", step=step_of(damage.path), reason=damage.reason))
+            self.emit(event("note", text=damage.note))
+        if path:
+            trainer.resume(Path(path))
+        else:
+            self.llama.initialise(self.config.seed)
+            trainer.optimizer.rule.weights_changed(set(trainer.model.arena.parameters))
+            trainer.progress.restore(Progress().fields())
+            trainer.optimizer.go_on_from(0)
+        if self._books:
+            kept = [record for step, record in settled.records.items() if step <= trainer.progress.step]
+            self._books.report(kept)  # what the checkpoint holds stays committed
+            self._books.went_back(self.group.generation, trainer.progress.step)
+
+    def _report(self, until: int, everyone: bool = False) -> None:
+        """Report the steps that every rank has committed, for the ledger."""
+        records = self.trainer.optimizer.commit.records
+        if self._books and (self.is_rank_0 or everyone):
+            for step in range(self._reported + 1, until + 1):
+                if step in records:
+                    self._books.report([records[step]])
+            self._reported = until
+
+    def _loop(self) -> None:
+        steps, progress, optimizer = self.config.train.steps, self.trainer.progress, self.trainer.optimizer
         while progress.step < steps:
             self._step_began = time.monotonic()
             self.trainer.train_step()
-            if self.trainer.stop.agreed:
+            self._report(progress.step - 1)  # nobody has come to this step who has not committed the one before
+            if optimizer.stop.agreed:
+                self._end()
                 self.emit(event("stopped", step=progress.step))
                 return
             if progress.step < steps:
                 self._between_steps()
+                if optimizer.change.agreed:
+                    self._before_change()
+                    raise MembersChange
         self._finish()
+
+    def _before_change(self) -> None:
+        """Keep what those who leave would take with them: all go on from a checkpoint of this very step."""
+        ownership, checkpointer = self.trainer.optimizer.ownership, self.trainer.checkpointer
+        leave = self.trainer.optimizer.shrink.agreed and ownership.sharded and ownership.replicas == 1
+        if leave and checkpointer:
+            checkpointer.save(self.trainer.progress.step, wait=True)
+        self.group.barrier()
+        self._report(self.trainer.progress.step)
+
+    def _end(self) -> None:
+        """The last exchange of a run: when it is over, every rank has committed the last step."""
+        self.group.barrier()
+        self._report(self.trainer.progress.step, everyone=True)
 
     def _emit_step(self, totals: Totals) -> None:
         seconds = time.monotonic() - self._step_began
@@ -174,7 +282,10 @@ class Run:
         return {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1), "peak_memory": max(peaks)}
 
     def _finish(self) -> None:
-        result, progress = self.evaluate(), self.trainer.progress
+        progress = self.trainer.progress
+        if self.trainer.checkpointer:
+            self.trainer.checkpointer.after(progress.step, last=True)  # again, if members have changed meanwhile
+        result = self.evaluate()
         samples = while_others_wait(self.group, lambda: self.write(3, seed=progress.step))
         peaks = [
             int(peak)
@@ -195,7 +306,7 @@ class Run:
             }
             summary |= {key: result[key] for key in ("valid_share", "known") if key in result}
             self.emit(event("done", **summary, samples=samples))
-        self.group.barrier()
+        self._end()
 
 
 def peak_memory(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 
 from andon.config.schema import Config
-from andon.run.plan import Memory, make_plan
+from andon.run.plan import Memory, cost_of_a_loss, make_plan
 from andon.run.terminal import human_bytes, human_count
 
 MANY_EPOCHS = 20  # from which on a warning is due
@@ -32,6 +32,7 @@ def show_plan(console: Console, config: Config) -> None:
     table.add_row("memory", f"about {human_bytes(plan.memory.total)} a worker: {_parts(plan.memory)}")
     if plan.sent:
         table.add_row("traffic", f"{human_bytes(plan.sent)} a step and rank")
+    table.add_row("a loss", cost_of_a_loss(config))
     table.add_row("folder", escape(str(config.run.dir)))
     panel = Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False)
     console.print(panel if console.is_terminal else table)

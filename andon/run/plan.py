@@ -96,6 +96,23 @@ def make_plan(config: Config) -> Plan:
     return Plan(shape.parameters, tokens, tokens * config.train.steps, memory, sent(config, order))
 
 
+def cost_of_a_loss(config: Config) -> str:
+    """What the loss of one worker costs with these settings, in one sentence."""
+    zero, every = config.zero.resolve(config.group.transport), config.checkpoint.every
+    back = f"all go back to the newest checkpoint, {f'up to {every:,} steps' if every else 'or to the first step'}"
+    if not TRANSPORTS[config.group.transport].goes_on:
+        return f"ends the run over {config.group.transport}; the same command resumes: {back}"
+    if config.workers == 1:
+        return f"the worker is started again: {back}"
+    if zero == "off":
+        return "no committed step: every worker has all of the state"
+    if config.zero.replicas > 1:
+        return "no committed step, unless two neighbours are lost at once: each part of the state is on two workers"
+    replicas = config.model_copy(update={"zero": config.zero.model_copy(update={"replicas": 2})})
+    more = make_plan(replicas).memory.total - make_plan(config).memory.total
+    return f"{back}; --zero.replicas 2 would lose none, for {more / 1e6:,.1f} MB more a worker"
+
+
 def weight_bytes(config: Config) -> int:
     """Bytes of a weight in the model."""
     return 2 if config.train.weights == "bf16" else 4

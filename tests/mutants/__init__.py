@@ -35,6 +35,7 @@ class Mutant:
 
 def everything() -> list[Mutant]:
     """All mutants, by room."""
-    from tests.mutants import checkpoints, foundations, steps, tools, transports
+    from tests.mutants import checkpoints, foundations, generations, steps, tools, transports
 
-    return [*foundations.MUTANTS, *steps.MUTANTS, *checkpoints.MUTANTS, *transports.MUTANTS, *tools.MUTANTS]
+    rooms = (foundations, steps, checkpoints, transports, generations, tools)
+    return [mutant for room in rooms for mutant in room.MUTANTS]

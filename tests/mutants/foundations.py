@@ -493,8 +493,8 @@ MUTANTS = [
         "begins-again-silently",
         "With only damaged checkpoints a run begins again.",
         "run/folder.py",
-        "        if self.damaged:\n",
-        "        if not self.damaged:\n",
+        "    if damaged:\n",
+        "    if not damaged:\n",
         ("test_checkpoint.py::test_when_nothing_is_good_the_run_does_not_begin_again_by_itself",),
     ),
     Mutant(
@@ -533,17 +533,17 @@ MUTANTS = [
     Mutant(
         "lost-worker-unsaid",
         "The other workers are not told which one was lost.",
-        "control/coordinator.py",
-        'self._tell_all("lost", rank=worker.rank, host=worker.host, why=why)',
+        "control/generations/succession.py",
+        'self._tell("lost", rank=worker.rank, host=worker.host, why=why)',
         "pass",
-        ("test_coordinator.py::test_every_survivor_names_who_died_and_the_coordinator_ends",),
+        ("test_coordinator.py::test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends",),
     ),
     Mutant(
         "best-exit-code",
         "The best exit code of all workers counts.",
         "control/coordinator.py",
-        "return worst([*self.codes.values(), *(EXIT_USER_ERROR for _ in missing)])",
-        "return min([*self.codes.values(), *(EXIT_USER_ERROR for _ in missing)])",
+        "return worst([*self.codes, *(EXIT_USER_ERROR for _ in self.succession.generations.members)])",
+        "return min([*self.codes, *(EXIT_USER_ERROR for _ in self.succession.generations.members)])",
         ("test_coordinator.py::test_the_worst_end_of_a_worker_is_the_end_of_the_run",),
     ),
     Mutant(
@@ -560,7 +560,7 @@ MUTANTS = [
         "control/loop.py",
         'link.queue("alive", **self.owner.status())',
         "pass",
-        ("test_coordinator.py::test_every_survivor_names_who_died_and_the_coordinator_ends",),
+        ("test_coordinator.py::test_survivors_go_on_and_another_worker_joins",),
     ),
     Mutant(
         "silence-is-life",
@@ -568,7 +568,7 @@ MUTANTS = [
         "control/loop.py",
         "elif now - link.heard > DEAD_AFTER:",
         "elif now < 0:",
-        ("test_coordinator.py::test_every_survivor_names_who_died_and_the_coordinator_ends",),
+        ("test_coordinator.py::test_survivors_go_on_and_another_worker_joins",),
     ),
     Mutant(
         "forged-results",
@@ -614,8 +614,8 @@ MUTANTS = [
         "killed-worker-is-success",
         "A worker that was killed does not spoil the exit code.",
         "cluster/processes.py",
-        "codes.append(code if code >= 0 else EXIT_USER_ERROR)",
-        "codes.append(max(code, 0))",
+        "return code if code >= 0 else EXIT_USER_ERROR",
+        "return max(code, 0)",
         ("test_script.py::test_a_script_that_is_killed_is_an_error",),
     ),
     Mutant(

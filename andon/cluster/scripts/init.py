@@ -7,20 +7,21 @@ import signal
 import sys
 import threading
 import warnings
-from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from andon.cluster.script import NUMERICS, join_launcher, show_without_traceback
+from andon.cluster.scripts.group import ScriptWorker
+from andon.cluster.scripts.run import NUMERICS, join_launcher, show_without_traceback
 from andon.cluster.session import make_torch_deterministic
 from andon.cluster.signals import save_on_signal
 from andon.integrity.probe import compare_probes, take_probe
 from andon.numerics import Numerics, choose_kernels
-from andon.transport.base import Group, Settings, Wire, fastest_here, open_group
+from andon.transport.base import Group, Settings, fastest_here, open_group
 from andon.transport.local import LocalGroup
+from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous, TorchGroup
 
 
@@ -55,12 +56,9 @@ def init(
 
 
 def _open(settings: Settings) -> Group:
-    if client := join_launcher():
-        settings = replace(settings, keys=client.keys, host=client.host)
-        group = open_group(fastest_here(client.world_size), client, settings)
-        group.stop_wanted = client.stop.is_set
-        client.group = group
-        return group
+    if found := join_launcher():
+        client, joins = found
+        return ScriptWorker(client, settings, joins).group
     _read_slurm()
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     group = LocalGroup(settings.wire) if alone else _open_torchrun(settings)

@@ -16,21 +16,27 @@ from types import FrameType
 
 from rich.console import Console
 
-from andon.cluster.processes import Command, Workers, log_of
+from andon.cluster.processes import Command, Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
-from andon.control.client import CoordinatorClient, join
+from andon.control.client import CoordinatorClient
 from andon.control.coordinator import Coordinator
+from andon.control.generations.succession import GoesOn
+from andon.control.join import join
 from andon.control.token import Credentials, environment, new_token, token_of_worker
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError, harmless
+from andon.machine import name_process
 from andon.numerics import Numerics, kernels
 from andon.run.display import show_error
-from andon.run.events import no_event
+from andon.run.events import Event
+from andon.run.ledger import Ledger
 from andon.run.terminal import Terminal
-from andon.transport.base import GroupError
+from andon.transport.base import TRANSPORTS, GroupError, fastest_here
 
 ADDRESS = "ANDON_COORDINATOR"
 RANK = "ANDON_RANK"
 NUMERICS = "ANDON_NUMERICS"
+PATIENCE = 60.0  # seconds that a worker gets to leave its group when another one is lost
+RESTARTS = 100  # how many lost workers are started again, in all
 
 
 def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Numerics, console: Console) -> int:
@@ -51,25 +57,24 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
 
     with contextlib.ExitStack() as stack:
         credentials = Credentials(new_token())
-        coordinator = Coordinator({"data": "", "folder_mark": ""}, count, no_event, credentials)
+        logs.mkdir(parents=True, exist_ok=True)
+        ledger = stack.enter_context(contextlib.closing(Ledger(logs.parent, 0)))
+        goes_on = GoesOn(1, PATIENCE, ledger, possible=TRANSPORTS[fastest_here(count)].goes_on)
+        job = {"data": "", "folder_mark": ""}
+        coordinator = Coordinator(job, count, lambda event: show(event, console), credentials, goes_on=goes_on)
         stack.enter_context(contextlib.closing(coordinator))
         save_on_signal(stop, quit_now)
         host, port = coordinator.address
-        commands = [
-            Command(
-                ["-m", "andon.cluster.script", str(script), *arguments],
-                {
-                    **{ADDRESS: f"{host}:{port}", RANK: str(rank), NUMERICS: numerics},
-                    **environment(credentials.token),
-                    **kernels(numerics),
-                },
-                shown=rank == 0,
-            )
-            for rank in range(count)
-        ]
+        own = {**environment(credentials.token), **kernels(numerics), NUMERICS: numerics, ADDRESS: f"{host}:{port}"}
+
+        def start(rank: int, log: Path) -> Process:
+            command = ["-m", "andon.cluster.scripts.run", str(script), *arguments]
+            return execute(Command(command, {**own, RANK: str(rank)}, shown=rank == 0), 1, log)
+
         for rank in range(count):
             log_of(logs, rank).unlink(missing_ok=True)
-        workers = stack.enter_context(Workers(commands, 1, logs))
+        workers = stack.enter_context(Workers(start, logs, RESTARTS))
+        workers.start(count)
         code = workers.wait(coordinator)
     if workers.was_quit:
         raise UserError(f"{script.name} was ended at once", "A second Ctrl-C", "What it saved before is intact")
@@ -77,6 +82,12 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         what = f"{workers.first_failure} ended {script.name} with exit code {code}"
         show_error(console, UserError(what, _last_words(workers, logs), f"Look at {logs}"))
     return code
+
+
+def show(event: Event, console: Console) -> None:
+    """Say who was lost, and what becomes of the run."""
+    if event["event"] in ("lost", "note"):
+        console.print(event["text"], style="dim", markup=False, soft_wrap=True)
 
 
 def _last_words(workers: Workers, logs: Path) -> str:
@@ -89,24 +100,26 @@ def _last_words(workers: Workers, logs: Path) -> str:
     return "Its output is above"
 
 
-def join_launcher() -> CoordinatorClient | None:
-    """This process as a worker of `andon run`, with its rank; None if it is none."""
+def join_launcher() -> tuple[CoordinatorClient, bool] | None:
+    """This process as a worker of `andon run`, and whether it joins a run that has begun; None if it is none."""
     if ADDRESS not in os.environ:
         return None
     host, _, port = os.environ[ADDRESS].rpartition(":")
-    _, client = join((host, int(port)), token_of_worker(None), int(os.environ[RANK]))
-    client.enter({"data": "", "folder": ""})
+    job, client = join((host, int(port)), token_of_worker(None), int(os.environ[RANK]))
     save_on_signal(client.stop.set)
-    if not client.wait_for_all():
-        client.leave(EXIT_STOPPED)
-        sys.exit(EXIT_STOPPED)
+    if not job.get("joins"):
+        client.enter({"data": "", "folder": ""})
+        if not client.wait_for_generation():
+            client.leave(EXIT_STOPPED)
+            sys.exit(EXIT_STOPPED)
     atexit.register(client.leave, 0)  # the launcher takes the exit code from the process itself
-    return client
+    return client, bool(job.get("joins"))
 
 
 def main(arguments: Sequence[str]) -> int:
     """One worker of `andon run`: the script with its arguments, and the exit code of what ended it."""
     script, *rest = arguments
+    name_process(f"andon-rank-{os.environ[RANK]}")
     sys.argv = [script, *rest]
     sys.path[0] = str(Path(script).resolve().parent)
     try:

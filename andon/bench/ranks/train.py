@@ -1,4 +1,4 @@
-"""One rank of the training benchmark: `python -m andon.bench.train_rank '{...}'` prints its timings.
+"""One rank of the training benchmark: `python -m andon.bench.ranks.train '{...}'` prints its timings.
 
 Each rank holds the same model several times: under Andon's step and under what PyTorch has of it. They take
 turns, a step each, so that what disturbs the machine disturbs all of them alike.

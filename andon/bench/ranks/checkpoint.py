@@ -1,4 +1,4 @@
-"""One rank of the checkpoint benchmark: `python -m andon.bench.checkpoint_rank TASK` prints its timings."""
+"""One rank of the checkpoint benchmark: `python -m andon.bench.ranks.checkpoint TASK` prints its timings."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from blake3 import blake3
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from andon.bench.train_rank import RandomBatches, initialised, make_optimizer, make_trainer
+from andon.bench.ranks.train import RandomBatches, initialised, make_optimizer, make_trainer
 from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
 from andon.checkpoint.format import CHUNK_BYTES
 from andon.integrity.fingerprint import as_bytes

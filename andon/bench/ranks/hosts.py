@@ -1,4 +1,4 @@
-"""One rank of the benchmark on hosts: `python -m andon.bench.hosts_rank '{...}'` prints its timings."""
+"""One rank of the benchmark on hosts: `python -m andon.bench.ranks.hosts '{...}'` prints its timings."""
 
 import gc
 import json
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from andon.bench.train_rank import WARM_UP, RandomBatches, ddp_step, initialised, make_optimizer, make_trainer
+from andon.bench.ranks.train import WARM_UP, RandomBatches, ddp_step, initialised, make_optimizer, make_trainer
 from andon.cluster.star_process import star_process
 from andon.control.token import Credentials
 from andon.model.shape import SHAPES
 from andon.optim.sharding import Zero
-from andon.transport.base import TRANSPORTS, Group, Settings, Wire, open_group
+from andon.transport.base import TRANSPORTS, Group, Settings, open_group
+from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous
 
 TIMEOUT = 120.0

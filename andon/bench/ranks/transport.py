@@ -1,4 +1,4 @@
-"""One rank of the transport benchmark: `python -m andon.bench.transport_rank '{...}'` prints its timings.
+"""One rank of the transport benchmark: `python -m andon.bench.ranks.transport '{...}'` prints its timings.
 
 All ranks open every transport, then take turns: each repetition does every transport once, so that what
 disturbs the machine disturbs all of them alike. A turn is a few all-reduces in a row (one, when the vector is
@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from andon.transport.base import Group, Settings, Wire, open_group
+from andon.transport.base import Group, Settings, open_group
 from andon.transport.keys import LinkKeys
+from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous
 
 Turn = Callable[[], None]
