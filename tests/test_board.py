@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -89,7 +90,9 @@ def test_a_lost_worker_leaves_a_gap_in_its_lane_and_another_takes_its_seat(tmp_p
     write(folder, [smaller], "a")  # by `andon resize`: the last rank is told to leave
     feed.advance()
     assert lamps() == [(0, "running"), (2, "stopped"), (1, "running")]
-    assert feed.sections()["generations"][-1]["why"] == "1 left" and feed.sections()["status"]["workers"] == 2
+    sections = feed.sections()
+    assert sections["generations"][-1]["why"] == "1 left" and sections["status"]["workers"] == 2
+    assert sections["lanes"][1]["spans"][-1]["how"] == "released"
     write(folder, [*begin(11, workers=2, after=20), step(12)], "a")  # killed, and resumed with two
     feed.advance()
     assert lamps() == [(0, "running"), (1, "running")] and feed.history.steps.tolist() == list(range(1, 13))
@@ -143,8 +146,12 @@ def test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_t
     monkeypatch.setattr("andon.board.history.LARGE", 1)
     monkeypatch.setattr("andon.board.history.PARSED_AT_ONCE", 100)
     monkeypatch.setattr("andon.board.history.CHUNK", 1 << 16)
+    monkeypatch.setattr("andon.board.feed.PAGE_FIRST", 0.0)
     times = {"forward": [1.0, 1.0]}
     steps = [step(n, 50.0 if n == 3333 else None, rank_ms=times) for n in range(1, 6001)]
+    for number in range(4000, 5000):
+        steps[number]["mfu"] = 0.25 + number / 10**5
+    steps[4500]["skipped"] = "a bad gradient"
     steps[3000:3000] = [event("eval", step=3000, loss=0.5, bits_per_byte=0.1), event("stopped", step=3000)]
     steps[2000:2000] = begin(1900, after=200)
     folder = write(tmp_path / "run", [*begin(), *steps])
@@ -157,8 +164,9 @@ def test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_t
         feed.advance()
     whole = History(folder / "metrics.jsonl")
     whole._add(json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    for name in ("loss", "lr", "grad_norm", "tokens_per_s"):
-        assert (feed.history.column(name) == whole.column(name)).all()
+    for name in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu"):
+        np.testing.assert_array_equal(feed.history.column(name), whole.column(name))
+    assert np.nanmax(whole.column("mfu")) == 0.29999 and feed.history.story.skipped == 1
     assert feed.history.story.tokens == whole.story.tokens == 60_000 and feed.history.redone == whole.redone
     shown = json.loads(feed.everything())
     assert len(shown["curve"]["step"]) == 900 and max(shown["curve"]["loss_high"]) == 50.0

@@ -103,6 +103,16 @@ def test_the_python_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert verify(tmp_path / "runs" / "mine" / "checkpoints" / "checkpoint-100").step == 100
 
 
+(SCRIPT,) = re.findall(r"^```python\n(.*?)^```", TEXT["python.md"], re.M | re.S)
+
+
+def test_the_script_of_the_documents_prints_the_same_alone_and_with_two_workers(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    code, alone = execute("python mine.py", tmp_path)
+    assert code == 0 and re.fullmatch(r"loss 0\.\d{4}, weights [0-9a-f]{64}", alone.strip()), alone
+    assert andon("run", "--workers=2", "mine.py", cwd=tmp_path) == (0, alone)
+
+
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )*(?:make|andon|pytest|torchrun|python) [a-z-].*")
 
 
@@ -136,8 +146,7 @@ APPENDED = {
     "andon bench numerics": ["--presets=tiny", "--repetitions=1"],
     "andon drill": ["--help"],  # tests/test_drill.py runs it
     "andon run": ["2"],
-    "python examples": ["2"],
-    "torchrun --nproc-per-node 2 examples": ["2"],
+    "torchrun --nproc-per-node 2 mine.py": [],
     "andon data show": ["runs/demo", "--windows=0"],
     "andon evaluate": ["--windows=2"],
     "andon train": [*SMALL, "--train.steps=8"],
@@ -165,6 +174,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.yaml").write_text(build({}, parse_arguments(SMALL)[1]).to_yaml())
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "script.py").symlink_to(ROOT / "examples" / "cnn.py")
+    (folder / "mine.py").write_text(SCRIPT)
     (folder / "my.json").write_text(json.dumps([{"text": "The quick brown fox jumps over the lazy dog. " * 200}]))
     train("--checkpoint.every=2", cwd=folder, name="runs/demo")
     return folder

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from andon.config.load import keys, load
 from andon.run.ending import again
 from andon.run.speed import flops_per_token, mfu
+from tests.group_harness import busy
 from tests.runs import SMALL, andon, finish, start, summary, train, wait_for_step
 from tests.test_board import begin, event, step, write
 
@@ -108,15 +109,16 @@ def test_a_run_on_a_terminal_has_a_board_until_it_ends(tmp_path: Path) -> None:
     reader, writer = pty.openpty()
     with open(writer, "w") as terminal:
         process = start(
-            "train", *SMALL, "--train.steps=400", "--run.dir=run", cwd=tmp_path, executed=True, output=terminal
+            "train", *SMALL, "--train.steps=10000", "--run.dir=run", cwd=tmp_path, executed=True, output=terminal
         )
     text = ""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 60 * busy()
     while not (found := re.search(r"http://127\.0\.0\.1:\d+/", text)) and time.monotonic() < until:
         text += runs.read_terminal(reader)
     assert found, text
     with urllib.request.urlopen(found[0], timeout=30) as answer:
         assert b"Andon" in answer.read()
+    runs.ctrl_c(process)
     while process.poll() is None and time.monotonic() < until:
         runs.read_terminal(reader)
     with pytest.raises(OSError):

@@ -38,6 +38,7 @@ class Board:
         self._folders = folders
         self._feeds: dict[str, Feed] = {}
         self._opening = asyncio.Lock()
+        self._expecting: asyncio.Future[None] | None = None
         self._viewers: dict[str, int] = {}
         self._news: dict[str, asyncio.Event] = {}
         self._tickers: dict[str, asyncio.Task[None]] = {}
@@ -59,6 +60,16 @@ class Board:
                     return None
                 self._feeds[key] = await asyncio.to_thread(Feed, folder, key)
         return self._feeds[key]
+
+    def expect(self) -> None:
+        """Somebody loads the page: open the run that it will show, the newest, meanwhile."""
+
+        async def open_newest() -> None:
+            runs = await asyncio.to_thread(self.runs)
+            with contextlib.suppress(OSError, ValueError):  # a run that was removed, or none
+                await self.feed(max(runs, key=lambda key: (runs[key] / "metrics.jsonl").stat().st_mtime))
+
+        self._expecting = asyncio.ensure_future(open_newest())
 
     @contextlib.asynccontextmanager
     async def watching(self, feed: Feed) -> AsyncIterator[None]:
@@ -114,6 +125,8 @@ def make_app(folders: list[Path], token: str | None) -> ASGIApp:
 
     async def static(request: Request) -> Response:
         name, kind = PAGE[request.url.path]
+        if name == "index.html":
+            board.expect()
         return Response((page / name).read_bytes(), media_type=kind)
 
     async def runs(request: Request) -> Response:

@@ -197,9 +197,9 @@ class Story:
         parts = [f"rank {rank} was lost" for rank in lost] + ([f"{came} joined"] if came else [])
         if len(staying) > stay:
             parts.append(f"{len(staying) - stay} left")
-        back = integer(event.get("step"))
+        self.step = integer(event.get("step")) if "step" in event else self.step
         if event.get("lost_state") is True:
-            parts.append(f"back to step {back:,}")
+            parts.append(f"back to step {self.step:,}")
         self._new_generation(event, ", ".join(parts) or "new membership")
 
     def _take_seat(self, worker: Worker) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -44,6 +45,14 @@ def holder_of(run: Path) -> int | None:
         return None
 
 
+def planned_steps(run: Path) -> int | None:
+    """The steps of the whole run, as its configuration has them."""
+    try:
+        return int(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["train"]["steps"])
+    except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError):
+        return None
+
+
 def glance(run: Path) -> dict[str, Any]:
     """Where a run is."""
     history = History(run / "metrics.jsonl")
@@ -52,7 +61,7 @@ def glance(run: Path) -> dict[str, Any]:
     state = story.state_now()
     state = "running" if pid and state in ("silent", "waiting") else state
     loss, speed = story.last.get("loss"), story.last.get("tokens_per_s")
-    steps = story.facts.get("steps")
+    steps = story.facts.get("steps") or planned_steps(run)
     fields = {"run": str(run), "state": state, "pid": pid, "step": story.step, "steps": steps, "loss": loss}
     shown: dict[str, Any] = plain({**fields, "tokens_per_s": speed, "last_event": story.time})
     return shown

@@ -82,8 +82,12 @@ def _matches(path: str) -> list[Path]:
     names = [given] if given.exists() else map(Path, glob(str(given), recursive=True))  # noqa: PTH207
     files = [file.absolute() for name in names for file in ([name] if name.is_file() else _walk(name))]
     if not files:
-        cause = f"no such file, or a folder without {', '.join(SUFFIXES)} files"
-        raise UserError(f"No text found at {path}", cause, f"ls -d {path}")
+        what = f"No text found at {path}"
+        if not given.is_dir():
+            raise UserError(what, "There is no such file or folder", f"ls {given.parent}")
+        read = [suffix for suffix in SUFFIXES if suffix not in NAMED_ONLY]
+        cause = f"The folder has no file whose name ends in {', '.join(read)}"
+        raise UserError(what, cause, "Rename the files to NAME.txt; a .json file is read if it is named itself")
     return files
 
 

@@ -71,8 +71,10 @@ class Display:
     def _on_generation(self, event: Event) -> None:
         workers, joined = event["workers"], event["joined"]
         who = f"{workers} worker{'s' if workers > 1 else ''}" + (f", {joined} of them new," if joined else "")
-        where = "from the checkpoint of" if event["lost_state"] else "after"
-        text = f"Going on with {who} {where} step {event['step']:,} ({event['seconds']:.1f} s, generation "
+        self.started, self.first_step = time.monotonic(), event["step"]
+        where = f"{'from the checkpoint of' if event['lost_state'] else 'after'} step {event['step']:,}"
+        where = where if event["step"] else "from the beginning"
+        text = f"Going on with {who} {where} ({event['seconds']:.1f} s, generation "
         self.console.print(f"{text}{event['generation']})", style="bold", markup=False, soft_wrap=True)
 
     def _on_save_failed(self, event: Event) -> None:

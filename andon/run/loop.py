@@ -59,7 +59,7 @@ class Run:
         self.tokenizer = tokens.tokenizer()
         self.on_stories = config.data.corpus == ("stories",)
         self._began = self._sampled = self._step_began = time.monotonic()
-        self._tokens_before = trainer.progress.tokens
+        self._tokens = 0
         device, autocast = trainer.model.arena.device, trainer.settings.autocast
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" and autocast else ""
         trainer.on_step = self._emit_step
@@ -203,6 +203,7 @@ class Run:
 
     def _emit_step(self, totals: Totals) -> None:
         seconds = time.monotonic() - self._step_began
+        self._tokens += totals.tokens
         phases = self.trainer.model.phases
         skipped = {} if totals.sound else {"skipped": totals.complaint}
         part = mfu(
@@ -278,8 +279,9 @@ class Run:
 
     def _cost(self, peaks: list[int]) -> dict[str, float]:
         """What this part of the run took; `peak_memory` is that of the worker that held most."""
-        seconds, tokens = time.monotonic() - self._began, self.trainer.progress.tokens - self._tokens_before
-        return {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1), "peak_memory": max(peaks)}
+        seconds = time.monotonic() - self._began
+        speed = round(self._tokens / seconds, 1)
+        return {"seconds": round(seconds, 1), "tokens_per_s": speed, "peak_memory": max(peaks)}
 
     def _finish(self) -> None:
         progress = self.trainer.progress

@@ -24,6 +24,22 @@ MUTANTS = [
         (f"{BOARD}test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_then_read_whole",),
     ),
     Mutant(
+        "bulk-forgets-mfu",
+        "Steps that are read in bulk have no MFU.",
+        "board/history.py",
+        'mfu[1] if mfu else b"nan"',
+        'b"nan"',
+        (f"{BOARD}test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_then_read_whole",),
+    ),
+    Mutant(
+        "released-keeps-its-lamp",
+        "A worker that a smaller run has released keeps its seat.",
+        "board/story.py",
+        '            seat.leave(self.time, "released")\n',
+        "",
+        (f"{BOARD}test_a_lost_worker_leaves_a_gap_in_its_lane_and_another_takes_its_seat",),
+    ),
+    Mutant(
         "delta-has-everything",
         "Every delta has all rows of the curve.",
         "board/feed.py",

@@ -195,7 +195,7 @@ export function showLanes(lanes, generations, status) {
   lanes.forEach((lane, i) => {
     if (tall > 9 || i % 4 === 0) { const label = svg("text", { x: 0, y: i * tall + tall - 5 }); label.textContent = `rank ${lane.rank}`; picture.append(label); }
     for (const each of lane.spans) {
-      const end = each.end ?? to, how = { killed: "lost", lost: "lost", halted: "cord", stopped: "stopped", done: "done" }[each.how] ?? "open";
+      const end = each.end ?? to, how = { killed: "lost", lost: "lost", halted: "cord", stopped: "stopped", released: "stopped", done: "done" }[each.how] ?? "open";
       const bar = svg("rect", { class: `span ${how === "lost" || how === "cord" ? "done" : how}`, x: at(each.start), width: Math.max(2, at(end) - at(each.start)), y: i * tall + 3, height: tall - 6, rx: 3 });
       const title = svg("title", {}); title.textContent = `rank ${lane.rank}: ${clock(each.start)} to ${each.end ? clock(each.end) : "now"} ${each.how}`; bar.append(title);
       picture.append(bar);
