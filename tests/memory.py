@@ -16,7 +16,7 @@ QUIET = [
 
 
 def peak_memory(*options: str, cwd: Path, steps: int = 5, deadline: float = 150) -> float:
-    """The most that all workers together hold at one moment of the first steps, in bytes of PSS.
+    """The most that all workers, and what forks them, hold at one moment of the first steps, in bytes of PSS.
 
     Pages of libraries count once for the workers, whoever else on this machine has the same ones in use.
     """
@@ -25,7 +25,8 @@ def peak_memory(*options: str, cwd: Path, steps: int = 5, deadline: float = 150)
     while _steps_done(cwd / "run") < steps:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until, f"{steps} steps took more than {deadline} s"
-        found = [_held(child) for child in workers_of(process)]
+        workers = workers_of(process)
+        found = [_held(each) for each in (*workers, *(worker.parent() for worker in workers[:1])) if each]
         if found:
             peak = max(peak, sum(own for own, _ in found) + max(libraries for _, libraries in found))
         time.sleep(0.02)

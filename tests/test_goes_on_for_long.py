@@ -182,6 +182,9 @@ def test_many_partitions_never_change_the_answer(tmp_path: Path, transport: str)
             if lost := start_lost():
                 joined += lost
                 wait_for_full(folder, coordinator, at)
+            # Whoever is lost again and again before it has done ten steps would be quarantined.
+            settled = time.time()
+            wait_for(coordinator, lambda at=settled: steps_after(folder, at)[SETTLED:])
         coordinator.send_signal(signal.SIGINT)
         assert [worker.wait(60) for worker in workers.values()] == [4, 4] and coordinator.wait(60) == 4
     said = figures("from a partition's end to a step", gaps)

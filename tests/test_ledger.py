@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ from typing import Any
 import pytest
 
 from andon.control.generations.quarantine import SETTLED, STRIKES, Quarantine
+from andon.control.generations.succession import GoesOn, Succession
+from andon.control.link import FROM_WORKER, ControlLink
+from andon.control.members import Phase, Worker
+from andon.control.token import Credentials
 from andon.run.chain import Chain
+from andon.run.events import Event
 from andon.run.ledger import FILE, Ledger, check_record, read
 from tests.runs import andon, train
 
@@ -141,3 +147,17 @@ def test_a_run_from_a_checkpoint_of_another_one_is_sound(trained: Path) -> None:
 def test_an_audit_of_a_sound_run_says_what_it_proves(trained: Path) -> None:
     code, output = andon("audit", "run", cwd=trained)
     assert code == 0 and "6 steps are committed" in output and "each of their 48 samples" in output, output
+
+
+def test_a_worker_that_says_twice_that_it_has_left_leaves_one_generation(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        link = ControlLink(server.accept()[0], FROM_WORKER)
+        ledger, said = Ledger(tmp_path, 0), list[Event]()
+        succession = Succession(1, GoesOn(1, 60.0, ledger), Credentials("the token of the tests"), said.append)
+        worker = Worker(link, Phase.WAITING, "here")
+        succession.ready(worker)
+        for _ in range(2):  # once more when its coordinator is back, which may have heard it before
+            succession.hear(worker, {"kind": "part", "generation": 0, "why": "somebody joins", "lost": None})
+        assert ledger.generation == 1 and succession.generations.members == [worker]
+        ledger.close()
+        link.close()

@@ -28,12 +28,14 @@ from andon.errors import UserError
 from andon.numerics import kernels
 
 PRESET, SLOTS, WINDOWS = "tiny", 8, 4
-SAVE_EVERY = 50  # steps, in both
+SAVE_EVERY = 20  # steps, in both
 ROUNDS = 5
 WARM_UP = 10  # steps
 PATIENCE = 120.0  # seconds without a step after which something is wrong
 LOOK = 0.05
 ENDLESS = 10**9
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it ranks that torchrun has restarted find the addresses of those before (pytorch issue 135712)."""
 
 
 @dataclass
@@ -105,7 +107,7 @@ class Training:
 @contextlib.contextmanager
 def started(command: Sequence[str], folder: Path, file: str) -> Iterator[Training]:
     """A run in a folder, until the context is left."""
-    environment = os.environ | kernels("portable") | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | kernels("portable") | {"OMP_NUM_THREADS": "1", **OWN_STORE}
     with open(folder / "output", "wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -154,7 +156,7 @@ def commands(workers: int) -> dict[str, tuple[list[str], str]]:
     }
     andon = ["-m", "andon", "train", *(f"--{key}={value}" for key, value in train.items())]
     task = json.dumps({"preset": PRESET, "windows": SLOTS * WINDOWS // workers, "save_every": SAVE_EVERY})
-    restarted = [f"--nproc-per-node={workers}", f"--max-restarts={ENDLESS}", "--master-port=0"]
+    restarted = ["--standalone", f"--nproc-per-node={workers}", f"--max-restarts={ENDLESS}"]
     torchrun = ["-m", "torch.distributed.run", *restarted, "-m", "andon.bench.ranks.goodput", task]
     return {"andon": (andon, "run/metrics.jsonl"), "torchrun": (torchrun, "metrics.jsonl")}
 

@@ -9,6 +9,7 @@ nursery ends when the launcher does; workers that outlive it go on.
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
@@ -25,6 +26,7 @@ from andon.errors import UserError
 from andon.machine import name_process
 
 ANYTHING = 1 << 16  # bytes of a request
+LOADED = ("andon.cluster.session", "andon.transport.shm.group", "numpy.random", "tokenizers")
 START_SECONDS = 120.0  # that loading torch may take, from a slow disk
 
 
@@ -148,8 +150,8 @@ def main() -> int:
     for number in handlers:  # a batch system signals every process; the launcher ends this one
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(Exception):  # a worker that cannot load it says why
-        import andon.cluster.session
-        import andon.transport.shm.group  # noqa: F401 (for those who are forked)
+        for module in LOADED:
+            importlib.import_module(module)
     gc.freeze()
     forked = serve(socket.socket(fileno=os.dup(0)))
     if forked is None:

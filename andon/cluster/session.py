@@ -97,7 +97,7 @@ class Session:
             self._emit(event("halt", **halt.fields(), data=self.tokens.digest))
             raise
         assert self.run
-        self.run.go_on(settled, since)
+        self.run.go_on(settled, recorded, since)
         return self._run()
 
     def _ask(self, group: Group) -> None:

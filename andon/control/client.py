@@ -71,6 +71,8 @@ class CoordinatorClient:
         self.folder_mark: Callable[[], str] = lambda: ""
         """The mark of the process that holds the run's folder, as this worker sees it."""
         self._outbox = Outbox(self.link)
+        self._parted: dict[str, Any] | None = None
+        """What this worker has said when it left its group, until the next generation begins."""
         self._new_link: ControlLink | None = None
         self.compute_ms: Callable[[], float | None] = lambda: None
         """What forward and backward of the last step took."""
@@ -145,7 +147,8 @@ class CoordinatorClient:
         `lost` is the rank on whose account the group failed, if it did."""
         with self._turn:
             self._group = None
-        self.send("part", why=why, lost=lost)
+        self._parted = {"generation": self.keys.generation if self.keys else 0, "why": why, "lost": lost}
+        self.send("part", **self._parted)
         return self.wait_for_generation()
 
     def watch(self, group: Abortable) -> None:
@@ -233,11 +236,14 @@ class CoordinatorClient:
             self._peer_lost(message["rank"], message["why"])
         elif kind == "refused" and self._begun:
             assert isinstance(message, dict)
+            self.way_back = None
+            self._inbox.put(message)
             self._end_soon(f"the coordinator has refused it: {message['reason']}")
         elif kind != "alive":
             if isinstance(message, bytes) and self._inbox.qsize() > MOST_PIECES:
                 time.sleep(PIECE_PAUSE)  # the disk is slower than the network, which has to wait for it
             if kind == "begin":
+                self._parted = None
                 with self._turn:
                     self._begun, self._peer_gone = True, None
                 self.change.clear()
@@ -287,6 +293,8 @@ class CoordinatorClient:
         generation = self.keys.generation if self.keys else -1
         link.queue("again", version=VERSION, **me, generation=generation, member=self.rank, folder=self.folder_mark())
         self._outbox.take_link(link)
+        if self._parted:  # that may have been lost with the link
+            link.queue("part", **self._parted)
         self.link = link
         self._loop.add(link)
 

@@ -156,7 +156,7 @@ class Coordinator:
         if self._failed and time.monotonic() - self._failed[1] > OTHERS_SECONDS:
             self._end_without(self._failed[0], "it has stopped with an error")
             self._failed = None
-        if self._stop_wanted and not self._stopping:
+        if self._stop_wanted and not self._stopping and not self.succession.renews:
             self._stopping = True
             self._tell_all("stop")
             if not self.begun:

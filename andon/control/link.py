@@ -77,7 +77,7 @@ FROM_WORKER: Final[dict[str, Fields]] = {
     "event": {"event": dict},
     "commit": {"records": list},
     "back": {"generation": int, "step": int},
-    "part": {"why": str, "lost": MAYBE_INT},
+    "part": {"generation": int, "why": str, "lost": MAYBE_INT},
     "failed": {"what": str, "cause": str, "remedy": str},
     "bye": {"code": int},
 }

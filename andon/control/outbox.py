@@ -9,9 +9,10 @@ from andon.control.link import ControlLink
 
 WAITS: Final = ("event", "commit", "back", "part", "failed", "bye")
 """Kinds of messages that wait for a coordinator that is gone; the others mean nothing later."""
-MOST_WAITING: Final = 10_000
-RECENT: Final = 128
-"""Messages about steps that are said again; the coordinator knows which of them it has heard."""
+MOST_WAITING: Final = 100_000
+RECENT: Final = 8192
+"""Messages about steps that are said again, as many as may be lost in a link until its silence is noticed; the
+coordinator knows which of them it has heard."""
 
 
 class Outbox:

@@ -117,15 +117,15 @@ class Run:
         )
         self._begun, self._reported = True, progress.step
 
-    def go_on(self, settled: Settlement, since: float) -> None:
-        """Another generation begins: bring everyone to the same step, and say so."""
+    def go_on(self, settled: Settlement, recorded: int, since: float) -> None:
+        """Another generation begins, with a ledger up to a step: bring everyone to the same step, and say so."""
         progress, commit = self.trainer.progress, self.trainer.optimizer.commit
         if settled.lost:
             self._go_back(settled)
         if self.is_rank_0 and commit.verdict:
             self._emit_step(Totals.of(commit.verdict[0]))  # the rank that has committed it may not have said so
         self._begin()  # the first generation may have ended before it has said so
-        self._reported = 0
+        self._reported = recorded
         self._report(progress.step)
         membership = self.trainer.model.membership
         self.emit(
@@ -189,9 +189,8 @@ class Run:
 
     def _before_change(self) -> None:
         """Keep what those who leave would take with them: all go on from a checkpoint of this very step."""
-        ownership, checkpointer = self.trainer.optimizer.ownership, self.trainer.checkpointer
-        leave = self.trainer.optimizer.shrink.agreed and ownership.sharded and ownership.replicas == 1
-        if leave and checkpointer:
+        optimizer, checkpointer = self.trainer.optimizer, self.trainer.checkpointer
+        if optimizer.shrink.agreed and optimizer.ownership.sharded and checkpointer:  # replicas may leave together
             checkpointer.save(self.trainer.progress.step, wait=True)
         self.group.barrier()
         self._report(self.trainer.progress.step)

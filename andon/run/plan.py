@@ -21,10 +21,10 @@ from andon.model.shape import Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic
 
-PROGRAM: Final = 166_000_000
-"""Python, torch, Andon and the math library's buffers: pages of a process's own."""
-LIBRARIES: Final = 110_000_000
-"""Pages of libraries in use, which all workers of a machine share."""
+PROGRAM: Final = 12_000_000
+"""What Python, torch and Andon take in every worker for itself."""
+SHARED: Final = 264_000_000
+"""Pages that all workers of `andon train` share: of libraries, and of what was loaded before they were forked."""
 ALLOCATOR: Final = 1.4
 """What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
 
@@ -83,7 +83,7 @@ def make_plan(config: Config) -> Plan:
     rows = max(order.rows(rank, accumulate) for rank in range(config.workers))
     on_host = config.device != "cuda"
     memory = Memory(
-        program=PROGRAM + LIBRARIES // config.workers if on_host else 0,
+        program=PROGRAM + SHARED // config.workers if on_host else 0,
         weights=weight_bytes(config) * shape.parameters,
         gradients=4 * shape.parameters * rows,
         optimizer=state_bytes(config) * owned(config),

@@ -129,4 +129,12 @@ MUTANTS = [
         "part.steps += now - begun",
         ("test_goodput.py",),
     ),
+    Mutant(
+        "old-part-counts",
+        "A worker's word that it has left one generation counts for the next one, too.",
+        "control/generations/succession.py",
+        'if message["generation"] == self.ledger.generation:',
+        'if message["generation"] >= 0:',
+        ("test_ledger.py::test_a_worker_that_says_twice_that_it_has_left_leaves_one_generation",),
+    ),
 ]

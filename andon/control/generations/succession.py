@@ -116,6 +116,11 @@ class Succession:
         return self.generations.over
 
     @property
+    def renews(self) -> bool:
+        """Whether members have come back to this coordinator, and write to its folder only in the next generation."""
+        return self.generations.renew and bool(self.generations.members) and not self.over
+
+    @property
     def waits(self) -> bool:
         """Whether nobody trains: the members have parted, and are too few to go on."""
         return not self.over and len(self.generations.parted) == len(self.generations.members)
@@ -176,7 +181,8 @@ class Succession:
             raise ProtocolError(f"it sent '{message['kind']}', but this run has one generation, or no ledger")
         match message["kind"]:
             case "part":
-                self._part(worker, message["lost"], message["why"][:1000])
+                if message["generation"] == self.ledger.generation:  # it may be said twice, the second time too late
+                    self._part(worker, message["lost"], message["why"][:1000])
             case "back":
                 self.ledger.go_back(message["generation"], message["step"])
                 self.told_step = message["step"]

@@ -27,8 +27,8 @@ Range = tuple[int, int]
 """Elements [lo, hi) of the arena."""
 PIECE = 1 << 20
 """Elements that one worker sends before the next one has its turn."""
-RECORDS = 64
-"""Records that a worker keeps: far more than can wait in its link to the coordinator."""
+RECORDS = 4096
+"""Records that a worker keeps: more than it commits in the seconds until a silent link to the coordinator is missed."""
 
 
 @dataclass(frozen=True)
