@@ -17,6 +17,8 @@ CHARACTER, LINE, EDGE, BAR = 8.4, 19.0, 14.0, 30.0
 COLORS = ["#6e7681", "#ff7b72", "#7ee787", "#e3b341", "#79c0ff", "#d2a8ff", "#76e3ea", "#e6edf3"]
 CONTROL = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\x1b\][^\x07]*\x07|([\r\n])|([^\x1b\r\n]+)", re.DOTALL)
 
+UNFINISHED = re.compile(r"\x1b(\[[?0-9;]*)?$")
+
 
 class Style(NamedTuple):
     """How a character looks."""
@@ -33,9 +35,13 @@ class Screen:
         self.columns, self.rows = columns, rows
         self._lines: list[list[tuple[str, Style]]] = [[]]
         self._line, self._column, self._style = 0, 0, Style()
+        self._rest = ""
 
     def feed(self, text: str) -> None:
         """What the program has written."""
+        text, self._rest = self._rest + text, ""
+        if cut := UNFINISHED.search(text):
+            text, self._rest = text[: cut.start()], cut[0]
         for found in CONTROL.finditer(text):
             numbers, kind, move, plain = found.groups()
             if plain:

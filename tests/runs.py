@@ -162,11 +162,15 @@ def workers_of(process: subprocess.Popen[str], place: str = "") -> list[psutil.P
 
 def read_terminal(descriptor: int) -> str:
     """What a pseudo-terminal shows next; nothing after its process has ended."""
+    return read_bytes(descriptor).decode(errors="replace")
+
+
+def read_bytes(descriptor: int) -> bytes:
     ready, _, _ = select.select([descriptor], [], [], 0.2)
     try:
-        return os.read(descriptor, 1 << 16).decode(errors="replace") if ready else ""
+        return os.read(descriptor, 1 << 16) if ready else b""
     except OSError:
-        return ""
+        return b""
 
 
 def listening(process: psutil.Process) -> list[tuple[str, int]]:

@@ -15,6 +15,7 @@ from andon.run.ending import first_causes, show_halt, show_summary
 from andon.run.events import Event
 from andon.run.terminal import Terminal
 
+OF_STEPS, OF_TESTS = ("loss", "tokens/s", "lr", "grad norm"), ("validation", "valid stories")
 PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
 
 
@@ -108,7 +109,7 @@ class Display:
             self._live.update(self._render())
         elif time.monotonic() - self._last_line > PLAIN_EVERY or event["step"] == self.config.train.steps:
             self._last_line = time.monotonic()
-            facts = "  ".join(f"{name} {self.facts[name]}" for name in ("loss", "tokens/s", "lr", "grad norm"))
+            facts = "  ".join(f"{name} {self.facts[name]}" for name in OF_STEPS)
             self.console.print(f"step {event['step']}/{self.config.train.steps}  {facts}  {eta}", soft_wrap=True)
 
     def _on_sample(self, event: Event) -> None:
@@ -143,9 +144,11 @@ class Display:
         show_summary(self.console, self.config.run.dir, event)
 
     def _render(self) -> RenderableType:
-        facts = Table.grid(padding=(0, 3))
-        facts.add_row(*(f"{name} [bold]{value}[/]" for name, value in self.facts.items()))
-        rows: list[RenderableType] = [self._progress, facts]
+        rows: list[RenderableType] = [self._progress]
+        for names in (OF_STEPS, OF_TESTS):
+            facts = Table.grid(padding=(0, 3))
+            facts.add_row(*(f"{name} [bold]{self.facts[name]}[/]" for name in names if name in self.facts))
+            rows.append(facts)
         if self.sample:
             rows.append(Panel(escape(self.sample), title="a sample", title_align="left", border_style="dim"))
         return Group(*rows)
