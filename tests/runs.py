@@ -102,9 +102,11 @@ def andon(*arguments: str, cwd: Path, timeout: float = 100, executed: bool = Fal
     return process.returncode, output
 
 
-def train(*arguments: str, cwd: Path, name: str = "run", executed: bool = False) -> dict[str, Any]:
+def train(
+    *arguments: str, cwd: Path, name: str = "run", executed: bool = False, timeout: float = 100
+) -> dict[str, Any]:
     """A small training run that must succeed: its summary."""
-    code, output = andon("train", *SMALL, f"--run.dir={name}", *arguments, cwd=cwd, executed=executed)
+    code, output = andon("train", *SMALL, f"--run.dir={name}", *arguments, cwd=cwd, executed=executed, timeout=timeout)
     assert code == 0, output
     return summary(cwd / name)
 
@@ -183,6 +185,6 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
     return found
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=90)
+def finish(process: subprocess.Popen[str], timeout: float = 90) -> str:
+    output, _ = process.communicate(timeout=timeout)
     return output

@@ -77,6 +77,11 @@ def wait_for_generation(folder: Path, process: subprocess.Popen[str], workers: i
     wait_for(process, lambda: sum(each["workers"] == workers for each in events(folder, "generation")) >= count)
 
 
+def wait_for_newest(folder: Path, process: subprocess.Popen[str], workers: int) -> None:
+    """Wait until the newest generation has so many workers."""
+    wait_for(process, lambda: [each["workers"] for each in events(folder, "generation")][-1:] == [workers])
+
+
 @pytest.mark.parametrize(
     ("transport", "zero"),
     [("shm", OFF), ("shm", TWICE), ("star", OFF), ("ring", OFF)],
@@ -204,7 +209,7 @@ def test_a_run_grows_and_shrinks_while_it_goes_on(
     for workers in (4, 2):
         code, said = andon("resize", "run", str(workers), cwd=tmp_path)
         assert code == 0, said
-        wait_for_generation(folder, process, workers)
+        wait_for_newest(folder, process, workers)
         at = time.time()
         wait_for(process, lambda at=at: steps_after(folder, at)[3:])
     code, said = andon("resize", "run", "9", cwd=tmp_path)

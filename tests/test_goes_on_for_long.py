@@ -25,13 +25,14 @@ from andon.control.generations.quarantine import SETTLED
 from tests.group_harness import busy
 from tests.network import network
 from tests.runs import andon, events, finish, start, summary, train, wait_for_step, workers_of
-from tests.test_goes_on import EVEN, OFF, TWICE, UNTIMED, members_of, run_of, steps_after, wait_for, wait_for_generation
+from tests.test_goes_on import EVEN, OFF, TWICE, UNTIMED, members_of, run_of, steps_after, wait_for, wait_for_newest
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
 COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "200")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 HANG = 10.0  # seconds
+LONG = 1800.0  # seconds that a whole run may take
 TOKEN = "the token of the tests"
 
 
@@ -66,7 +67,7 @@ def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> tup
         # Whoever is killed again and again before it has done ten steps would be quarantined.
         wait_for(process, lambda at=at: new_workers(folder, at) and steps_after(folder, at)[SETTLED:])
         found.until_slots += [seconds_until_slots(folder, worker) for worker in new_workers(folder, at)]
-    output = finish(process)
+    output = finish(process, LONG)
     assert process.returncode == 0, output
     code, said = andon("audit", "run", cwd=cwd)
     assert code == 0, said
@@ -94,7 +95,7 @@ def seconds_until_slots(folder: Path, worker: dict[str, Any]) -> float:
 def test_many_kills_never_change_the_answer(tmp_path: Path, transport: str, zero: list[str], share: float) -> None:
     kills = max(1, int(COUNT * share))
     options = [f"--train.steps={60 * kills + 100}", "--eval.every=100", "--checkpoint.every=20", *zero]
-    whole = train(*options, "--optim.schedule=constant", cwd=tmp_path, name="whole")
+    whole = train(*options, "--optim.schedule=constant", cwd=tmp_path, name="whole", timeout=LONG)
     found, seconds = kill_again_and_again(
         tmp_path, kills, SEED, "--workers=4", f"--group.transport={transport}", *options
     )
@@ -109,7 +110,7 @@ def assert_same_as_undisturbed(cwd: Path, *settings: str) -> None:
     step = events(cwd / "run", "stopped")[-1]["step"]
     code, said = andon("audit", "run", cwd=cwd)
     assert code == 0 and f"{step:,} steps are committed, none missing and none twice" in said, said
-    train(f"--train.steps={step}", *settings, cwd=cwd, name="whole")
+    train(f"--train.steps={step}", *settings, cwd=cwd, name="whole", timeout=LONG)
     whole, found = (manifest(cwd / name / "checkpoints" / f"checkpoint-{step}") for name in ("whole", "run"))
     assert whole.units == found.units
     print(f"the undisturbed digest after {step:,} steps; audit: {said.strip()}")
@@ -202,7 +203,7 @@ def wait_for_full(folder: Path, process: subprocess.Popen[str], moment: float) -
 
 def test_the_cnn_with_many_kills_gives_the_undisturbed_digest(tmp_path: Path) -> None:
     kills, steps, chance = max(1, COUNT // 10), str(30 * COUNT), random.Random(SEED)
-    code, output = andon("run", "--workers=1", str(EXAMPLES / "cnn.py"), steps, cwd=tmp_path)
+    code, output = andon("run", "--workers=1", str(EXAMPLES / "cnn.py"), steps, cwd=tmp_path, timeout=LONG)
     assert code == 0, output
     digest = output.split()[-1]
     process = start("run", "--workers=3", str(EXAMPLES / "cnn.py"), steps, cwd=tmp_path, executed=True)
@@ -218,7 +219,9 @@ def test_the_cnn_with_many_kills_gives_the_undisturbed_digest(tmp_path: Path) ->
             chance.choice(settled()).kill()
             killed += 1
             time.sleep(chance.uniform(0.2, 2.0))
-    output = finish(process) + "".join(path.read_text() for path in (tmp_path / "runs" / "cnn" / "logs").iterdir())
+    output = finish(process, LONG) + "".join(
+        path.read_text() for path in (tmp_path / "runs" / "cnn" / "logs").iterdir()
+    )
     assert process.returncode == 0 and f"weights {digest}" in output, output
     print(f"{killed} kills of the CNN's workers, seed {SEED}: the undisturbed digest {digest[:16]}")
     assert killed == kills, "the script ended before all kills: it needs more steps"
@@ -233,7 +236,7 @@ def test_tokens_per_second_follow_the_number_of_workers_within_two_steps(tmp_pat
     alone = statistics.median(event["tokens_per_s"] for event in events(folder, "step")[2:])
     for workers in (4, 2):
         assert andon("resize", "run", str(workers), cwd=tmp_path)[0] == 0
-        wait_for_generation(folder, process, workers)
+        wait_for_newest(folder, process, workers)
         at = events(folder, "generation")[-1]["time"]
         wait_for(process, lambda at=at: steps_after(folder, at)[20:])
         after = [event["tokens_per_s"] for event in steps_after(folder, at)]

@@ -30,7 +30,7 @@ from andon.numerics import kernels
 PRESET, SLOTS, WINDOWS = "tiny", 8, 4
 SAVE_EVERY = 20  # steps, in both
 ROUNDS = 5
-WARM_UP = 10  # steps
+WARM_UP = 3  # steps
 PATIENCE = 120.0  # seconds without a step after which something is wrong
 LOOK = 0.05
 ENDLESS = 10**9
@@ -92,7 +92,10 @@ class Training:
         """SIGKILL to a random worker."""
         self.look()
         family = psutil.Process(self.process.pid).children(recursive=True)
-        chance.choice([child for child in family if child.pid in self._workers]).kill()
+        workers = [child for child in family if child.pid in self._workers]
+        if not workers:
+            raise UserError("There is nobody to kill", "All workers have ended", f"Look at {self.file.parent}")
+        chance.choice(workers).kill()
 
     def measure(self, part: Part, begun: int) -> int:
         """Add what happened since a step was seen, by its index; the index of the newest one."""
@@ -134,7 +137,7 @@ def disturb(training: Training, every: float, kills: int, seed: int) -> tuple[Pa
     training.wait_until(0.0, WARM_UP)
     for number in range(min(ROUNDS, kills)):
         begun = len(training.times) - 1
-        training.wait_until(time.time() + every)
+        training.wait_until(time.time() + every, begun + 2)
         begun = training.measure(calm, begun)
         for _ in range(kills // ROUNDS + (number < kills % ROUNDS)):
             period = time.time() + every
@@ -172,9 +175,9 @@ def main(workers: int, every: float, minutes: float, seed: int, as_json: bool) -
         with started(command, folder, file) as training:
             calm, disturbed = disturb(training, every, kills, seed)
         shutil.rmtree(folder)  # kept after an error, to look at
-        rows.append({"system": system, "workers": workers, "kill_every_s": every, **_row(calm, disturbed)})
+        rows.append({"system": system, **_row(calm, disturbed)})
     title = f"{PRESET}, {workers} workers, one SIGKILL every {every:g} s, a checkpoint every {SAVE_EVERY} steps"
-    show(title, rows, as_json, ["goodput: tokens/s under kills over undisturbed tokens/s of the same run"])
+    show(title, rows, as_json, ["goodput: tokens/s under kills over the undisturbed tokens/s of the same run"])
 
 
 def _row(calm: Part, disturbed: Part) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def _row(calm: Part, disturbed: Part) -> dict[str, Any]:
     undisturbed, killed = (tokens * part.steps / part.seconds for part in (calm, disturbed))
     return {
         "kills": disturbed.kills,
-        "undisturbed_tokens_per_s": undisturbed,
+        "undisturbed": undisturbed,
         "tokens_per_s": killed,
         "goodput": killed / undisturbed,
         "lost_s_per_kill": (1 - killed / undisturbed) * disturbed.seconds / disturbed.kills,
