@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -35,10 +35,12 @@ def nursery_of(process: subprocess.Popen[str]) -> psutil.Process:
     return found
 
 
-def run_of(cwd: Path, *options: str, executed: bool = False) -> subprocess.Popen[str]:
+def run_of(
+    cwd: Path, *options: str, executed: bool = False, output: int | IO[str] = subprocess.PIPE
+) -> subprocess.Popen[str]:
     """A run that has done a few steps."""
     always = ["--run.dir=run", "--restarts=10000", "--optim.schedule=constant"]
-    process = start("train", *UNTIMED, *always, *options, cwd=cwd, executed=executed)
+    process = start("train", *UNTIMED, *always, *options, cwd=cwd, executed=executed, output=output)
     wait_for_step(cwd / "run", 3, process)
     return process
 

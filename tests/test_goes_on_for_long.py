@@ -54,7 +54,8 @@ class Kills:
 def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> tuple[dict[str, Any], Kills]:
     """Kill a random worker at random moments, then let the run end: its summary, and what came of the kills."""
     chance, found, folder = random.Random(seed), Kills(), cwd / "run"
-    process = run_of(cwd, *options, executed=True)
+    with open(cwd / "output", "w") as output:  # it would fill a pipe, and then wait for a reader
+        process = run_of(cwd, *options, executed=True, output=output)
     for _ in range(kills):
         time.sleep(chance.uniform(0.1, 2.0))
         wait_for(process, lambda: len(members_of(process, folder)) > 1)
@@ -67,8 +68,7 @@ def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> tup
         # Whoever is killed again and again before it has done ten steps would be quarantined.
         wait_for(process, lambda at=at: new_workers(folder, at) and steps_after(folder, at)[SETTLED:])
         found.until_slots += [seconds_until_slots(folder, worker) for worker in new_workers(folder, at)]
-    output = finish(process, LONG)
-    assert process.returncode == 0, output
+    assert process.wait(LONG) == 0, (cwd / "output").read_text()[-2000:]
     code, said = andon("audit", "run", cwd=cwd)
     assert code == 0, said
     gaps = figures("from the kill to the next committed step", found.until_next_step)
