@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -159,6 +160,19 @@ def workers_of(process: subprocess.Popen[str], place: str = "") -> list[psutil.P
                 if name.startswith("andon-rank-") and place in ("", name.rpartition("-")[2]):
                     found[int(name.rpartition("-")[2])] = child
     return [found[each] for each in sorted(found)]
+
+
+def read_terminal(descriptor: int) -> str:
+    """What a pseudo-terminal shows next; nothing after its process has ended."""
+    return read_bytes(descriptor).decode(errors="replace")
+
+
+def read_bytes(descriptor: int) -> bytes:
+    ready, _, _ = select.select([descriptor], [], [], 0.2)
+    try:
+        return os.read(descriptor, 1 << 16) if ready else b""
+    except OSError:
+        return b""
 
 
 def listening(process: psutil.Process) -> list[tuple[str, int]]:

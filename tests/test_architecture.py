@@ -35,6 +35,7 @@ LAYERS = (
     "config",
     "run",
     "control",
+    "board",
     "cluster",
     "bench",
     "commands",

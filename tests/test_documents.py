@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from andon.checkpoint.manifest import verify
-from andon.config.load import build, parse_arguments
+from andon.config.load import build, keys, parse_arguments
 from andon.config.presets import DEFAULTS
+from andon.config.show import reference
 from tests.runs import SMALL, andon, environment, train
+from tests.test_board import board_of
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +44,9 @@ def tree() -> dict[str, str]:
 
 def test_the_tree_names_every_file_and_says_what_it_is_for() -> None:
     package = ROOT / "andon"
-    found = [path for path in package.rglob("*") if path.is_file() and path.suffix in (".py", ".txt")]
+    found = [
+        path for path in package.rglob("*") if path.is_file() and path.suffix in (".py", ".txt", ".html", ".css", ".js")
+    ]
     # A folder stands for its __init__.py.
     files = {path for path in found if path.name != "__init__.py" or path.parent == package}
     folders = {path.parent for path in files}
@@ -99,6 +103,16 @@ def test_the_python_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert verify(tmp_path / "runs" / "mine" / "checkpoints" / "checkpoint-100").step == 100
 
 
+(SCRIPT,) = re.findall(r"^```python\n(.*?)^```", TEXT["python.md"], re.M | re.S)
+
+
+def test_the_script_of_the_documents_prints_the_same_alone_and_with_two_workers(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    code, alone = execute("python mine.py", tmp_path)
+    assert code == 0 and re.fullmatch(r"loss 0\.\d{4}, weights [0-9a-f]{64}", alone.strip()), alone
+    assert andon("run", "--workers=2", "mine.py", cwd=tmp_path) == (0, alone)
+
+
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )*(?:make|andon|pytest|torchrun|python) [a-z-].*")
 
 
@@ -128,9 +142,11 @@ APPENDED = {
     ],
     "andon bench cnn": ["--images=4", "--repetitions=1"],
     "andon bench hosts": ["--rates=1gbit", "--ranks=2", "--tokens=16", "--repetitions=1"],
-    "andon bench goodput": ["--workers=1", "--every=1", "--minutes=0.01"],
+    "andon bench goodput": ["--workers=2", "--every=1", "--minutes=0.01"],
     "andon bench numerics": ["--presets=tiny", "--repetitions=1"],
+    "andon drill": ["--help"],  # tests/test_drill.py runs it
     "andon run": ["2"],
+    "torchrun --nproc-per-node 2 mine.py": [],
     "andon data show": ["runs/demo", "--windows=0"],
     "andon profile": [*SMALL, "--steps=1"],
     "andon evaluate": ["--windows=2"],
@@ -159,8 +175,24 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.yaml").write_text(build({}, parse_arguments(SMALL)[1]).to_yaml())
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "script.py").symlink_to(ROOT / "examples" / "cnn.py")
+    (folder / "mine.py").write_text(SCRIPT)
+    (folder / "my.json").write_text(json.dumps([{"text": "The quick brown fox jumps over the lazy dog. " * 200}]))
     train("--checkpoint.every=2", cwd=folder, name="runs/demo")
     return folder
+
+
+@pytest.mark.parametrize("document", [*TEXT, "CHANGELOG.md", "SECURITY.md"])
+def test_every_link_and_picture_resolves(document: str) -> None:
+    path = next(each for each in (ROOT / document, ROOT / "docs" / document) if each.exists())
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FENCED.sub("", path.read_text(encoding="utf-8"))):
+        generated = target == "configuration.md"  # by `make docs`, from the schema
+        assert generated or target.startswith("https://") or (path.parent / target).exists(), f"{document}: {target}"
+
+
+def test_the_site_names_every_page_and_the_reference_every_key() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert all(f"{name}\n" in site for name in re.findall(r"\((\S+\.md)\)", TEXT["index.md"]))
+    assert all(f"`{key}`" in reference() for key in keys())
 
 
 def execute(line: str, folder: Path) -> tuple[int, str]:
@@ -188,6 +220,10 @@ def test_every_command_in_the_documents_runs(workplace: Path, tmp_path: Path, li
     kind = max((known for known in APPENDED if command.startswith(known)), key=len, default="")
     options = [*APPENDED.get(kind, []), *([f"--run.dir={tmp_path}"] if kind in ("andon train", "torchrun") else [])]
     line = f"{line} {shlex.join(options)}"
+    if command.startswith("andon board"):
+        with board_of(shlex.split(line)[1:], workplace) as url:
+            assert url.startswith("http://127.0.0.1:")
+        return
     if command.startswith("andon"):
         code, output = andon(*shlex.split(line)[1:], cwd=workplace)
     else:
@@ -195,6 +231,9 @@ def test_every_command_in_the_documents_runs(workplace: Path, tmp_path: Path, li
     not_here = ("--rate 4gbit is not possible here", "Hosts cannot be made here", "--device cuda needs a GPU")
     if any(text in output for text in not_here):
         pytest.skip(output)
+    if command.startswith("andon stop"):
+        assert code == 1 and "Nobody trains in" in output  # tests/test_run_commands.py stops a run
+        return
     assert code == (3 if "--fault" in line else 0), output
     if kind == "andon bench transport":
         rows = [json.loads(text) for text in output.splitlines() if text.startswith("{")]

@@ -24,7 +24,7 @@ from andon.checkpoint.manifest import read as manifest
 from andon.control.generations.quarantine import SETTLED
 from tests.group_harness import busy
 from tests.network import network
-from tests.runs import andon, events, finish, start, summary, train, wait_for_step, workers_of
+from tests.runs import andon, ctrl_c, events, finish, start, train, wait_for_step, workers_of
 from tests.test_goes_on import EVEN, OFF, TWICE, UNTIMED, members_of, run_of, steps_after, wait_for, wait_for_newest
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
@@ -51,31 +51,29 @@ class Kills:
     """From the start of a replacement's process until a step has ended in which it has slots."""
 
 
-def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> tuple[dict[str, Any], Kills]:
-    """Kill a random worker at random moments, then let the run end: its summary, and what came of the kills."""
+def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> Kills:
+    """Kill a random worker at random moments, so many times, then stop the run: what came of the kills."""
     chance, found, folder = random.Random(seed), Kills(), cwd / "run"
     with open(cwd / "output", "w") as output:  # it would fill a pipe, and then wait for a reader
-        process = run_of(cwd, *options, executed=True, output=output)
+        process = run_of(cwd, "--train.steps=1000000", *options, executed=True, output=output)
     for _ in range(kills):
         time.sleep(chance.uniform(0.1, 2.0))
         wait_for(process, lambda: len(members_of(process, folder)) > 1)
-        if not (workers := members_of(process, folder)):
-            break  # it has come to its end
         at = time.time()
-        chance.choice(workers).kill()
+        chance.choice(members_of(process, folder)).kill()
         wait_for(process, lambda at=at: steps_after(folder, at), 2 * HANG)
-        found.until_next_step += [event["time"] - at for event in steps_after(folder, at)[:1]]
+        found.until_next_step.append(steps_after(folder, at)[0]["time"] - at)
         # Whoever is killed again and again before it has done ten steps would be quarantined.
         wait_for(process, lambda at=at: new_workers(folder, at) and steps_after(folder, at)[SETTLED:])
+        wait_for(process, lambda at=at: steps_after(folder, new_workers(folder, at)[-1]["time"]))
         found.until_slots += [seconds_until_slots(folder, worker) for worker in new_workers(folder, at)]
-    assert process.wait(LONG) == 0, (cwd / "output").read_text()[-2000:]
-    code, said = andon("audit", "run", cwd=cwd)
-    assert code == 0, said
+    ctrl_c(process)
+    assert process.wait(LONG) == 4, (cwd / "output").read_text()[-2000:]
     gaps = figures("from the kill to the next committed step", found.until_next_step)
     slots = figures("from a replacement's start to its first step", found.until_slots)
     hangs = sum(gap > HANG for gap in found.until_next_step)
-    print(f"{len(found.until_next_step)} kills, seed {seed}, {hangs} hangs; {gaps}; {slots}; audit: {said.strip()}")
-    return summary(folder), found
+    print(f"{len(found.until_next_step)} kills, seed {seed}, {hangs} hangs; {gaps}; {slots}")
+    return found
 
 
 def new_workers(folder: Path, moment: float) -> list[dict[str, Any]]:
@@ -93,15 +91,15 @@ def seconds_until_slots(folder: Path, worker: dict[str, Any]) -> float:
     ids=["shm", "star", "ring", "shm-without-replicas"],
 )
 def test_many_kills_never_change_the_answer(tmp_path: Path, transport: str, zero: list[str], share: float) -> None:
+    settings = ["--eval.every=100", "--checkpoint.every=20", *zero]
     kills = max(1, int(COUNT * share))
-    options = [f"--train.steps={60 * kills + 100}", "--eval.every=100", "--checkpoint.every=20", *zero]
-    whole = train(*options, "--optim.schedule=constant", cwd=tmp_path, name="whole", timeout=LONG)
-    found, seconds = kill_again_and_again(
-        tmp_path, kills, SEED, "--workers=4", f"--group.transport={transport}", *options
-    )
-    equal = found["weights_blake3"] == whole["weights_blake3"]
-    print(f"{transport} {' '.join(zero)}: the undisturbed digest: {equal} ({found['weights_blake3'][:16]})")
-    assert equal or transport == "ring"  # its order of addition depends on its size
+    seconds = kill_again_and_again(tmp_path, kills, SEED, "--workers=4", f"--group.transport={transport}", *settings)
+    if transport == "ring":  # its order of addition depends on its size
+        code, said = andon("audit", "run", cwd=tmp_path)
+        assert code == 0, said
+        print(said)
+    else:
+        assert_same_as_undisturbed(tmp_path, "--optim.schedule=constant", *settings)
     assert max(seconds.until_next_step) < HANG * busy() and max(seconds.until_slots) < HANG * busy()
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.mutants import ROOT, Mutant, everything
 
 ROOMS = (
-    *("checkpoint", "cluster", "commands", "config", "data", "engine", "integrity", "model", "optim"),
+    *("board", "checkpoint", "cluster", "commands", "config", "data", "engine", "integrity", "model", "optim"),
     *("protocol2", "run", "transport"),
 )
 

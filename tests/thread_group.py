@@ -56,6 +56,9 @@ class ThreadGroup(Group):
     def leave(self) -> None:
         self._meeting.leave(self.rank)
 
+    def abort(self, rank: int, detail: str) -> None:
+        self._meeting.leave(rank)
+
     def _meet(self, value: object, operation: str) -> list[Any]:
         return self._meeting.meet(self.rank, value, operation, self.timeout)
 

@@ -29,6 +29,10 @@ Workers = Annotated[int, typer.Option(min=1, help="Workers.")]
 TlsCert = Annotated[str, typer.Option(help="PEM certificate of this process; turns TLS on.")]
 TlsKey = Annotated[str, typer.Option(help="PEM key of that certificate.")]
 TlsCa = Annotated[str, typer.Option(help="PEM certificate of the authority that peers' certificates come from.")]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG.yaml | CORPUS]", help="What to train on; and --KEY VALUE, in any order."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Checkpoints = Annotated[Path, typer.Argument(help="A run, its folder of checkpoints, or one checkpoint.")]
 

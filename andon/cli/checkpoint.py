@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from andon.cli.arguments import Checkpoint, Checkpoints, new_app, terminal
+from andon.cli.arguments import AsJson, Checkpoint, Checkpoints, new_app, terminal
 
 checkpoint_app = new_app(name="checkpoint", help="List, verify, compare and remove checkpoints.")
 
@@ -16,11 +16,12 @@ checkpoint_app = new_app(name="checkpoint", help="List, verify, compare and remo
 def checkpoint_ls(
     path: Checkpoints,
     verify: Annotated[bool, typer.Option("--verify", help="Verify every byte, not only sizes.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print step, loss, size, age and verdict of every checkpoint."""
     from andon.commands.checkpoint import show
 
-    show(path, verify, terminal())
+    show(path, verify, as_json, terminal())
 
 
 @checkpoint_app.command("verify")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,21 +12,22 @@ import typer
 from andon.cli.arguments import (
     ANY,
     AsJson,
-    Checkpoint,
     Resume,
     TlsCa,
     TlsCert,
     TlsKey,
+    Words,
     address_of,
     configuration,
     new_app,
-    numbers,
     terminal,
     tls_of,
     use_kernels,
 )
 from andon.cli.bench import bench_app
 from andon.cli.checkpoint import checkpoint_app
+from andon.cli.config import config_app
+from andon.cli.runs import runs_app
 from andon.errors import UserError
 from andon.transport.base import GroupError
 from andon.version import VERSION
@@ -36,11 +36,9 @@ if TYPE_CHECKING:
     from andon.numerics import Numerics
 
 EXIT_CODES = "Exit codes: 0 done, 1 user error, 2 usage, 3 halted, 4 stopped and saved."
-app = new_app(help=f"Data-parallel pretraining that stops the line.\n\n{EXIT_CODES}")
-config_app = new_app(name="config", help="Show and check configurations.")
-data_app = new_app(name="data", help="Show training data.")
+app = new_app(add_completion=True, help=f"Data-parallel pretraining that stops the line.\n\n{EXIT_CODES}")
 launch_app = new_app(name="launch", help="Print what a cluster's scheduler needs to run a configuration.")
-for _commands in (config_app, bench_app, data_app, checkpoint_app, launch_app):
+for _commands in (runs_app, config_app, bench_app, checkpoint_app, launch_app):
     app.add_typer(_commands)
 
 
@@ -87,13 +85,27 @@ def demo(context: typer.Context, resume: Resume = "auto") -> None:
 
 
 @app.command(context_settings=ANY, epilog=EXIT_CODES)
-def train(context: typer.Context, resume: Resume = "auto") -> None:
-    """Train on CONFIG.yaml, or on CORPUS… (files, folders, globs of .txt, .jsonl, .parquet).
+def train(words: Words = None, resume: Resume = "auto") -> None:
+    """Train on CONFIG.yaml, or on CORPUS…: files, folders and globs of .txt, .md, .jsonl, .parquet, also .gz.
 
-    Without either it trains on the built-in stories. Any configuration key is an option: --section.key value
-    (`andon config show` lists them): --workers 2 --optim.lr 3e-4 --train.steps=100
+    Without either it trains on the built-in stories. Every key of the configuration is an option, --KEY VALUE or
+    --KEY=VALUE; `andon config show` lists all of them with their help. Those used most:
+
+    \b
+    --model.preset NAME      tiny, 30m, 124m, 350m or 1b (`andon config presets`)
+    --workers N              worker processes on this machine
+    --threads N              compute threads of each
+    --train.steps N          steps of the whole run
+    --train.slots N          micro-batches a step, divided among the workers
+    --train.context N        tokens of a window
+    --optim.lr RATE          peak learning rate
+    --device DEVICE          auto, cpu or cuda
+    --run.dir FOLDER         where the run lives; the same command resumes it
+    --run.board false        no page beside the run
+    --checkpoint.every N     steps between saves
+    --on_nonfinite skip      skip a step with a bad gradient instead of halting
     """
-    config = configuration(context.args)
+    config = configuration(words or [])
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():  # torchrun and its like
         use_kernels(config.numerics)
         from andon.cluster.torchrun import run
@@ -207,38 +219,11 @@ def plan(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def generate(
-    checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Argument(help="The beginning of the text.")] = "",
-    count: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 1,
-    length: Annotated[int, typer.Option(min=0, help="Most tokens per text; 0: up to the context.")] = 0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
-) -> None:
-    """Write text with the model of a checkpoint."""
-    use_kernels()
-    from andon.commands.generate import generate as run
-
-    run(checkpoint, prompt, count=count, length=length, temperature=temperature, seed=seed)
-
-
-@app.command()
-def evaluate(
-    checkpoint: Checkpoint, windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256
-) -> None:
-    """Print loss, bits per byte and, for the built-in stories, the share of valid samples of a checkpoint."""
-    use_kernels()
-    from andon.commands.generate import evaluate as run
-
-    run(checkpoint, windows, terminal())
-
-
-@app.command()
-def doctor() -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Print what a bug report needs: versions, cores, memory, devices, ports, shared memory."""
     from andon.commands.doctor import examine
 
-    examine(terminal())
+    examine(as_json, terminal())
 
 
 @app.command(context_settings=ANY)
@@ -272,55 +257,3 @@ def drill(transport: Annotated[str, typer.Option(help="A transport that connects
     from andon.commands.drill import drill as run
 
     sys.exit(run(transport, terminal()))
-
-
-@config_app.command("show", context_settings=ANY)
-def config_show(context: typer.Context) -> None:
-    """Print the configuration that CONFIG.yaml, presets and overrides resolve to."""
-    typer.echo(configuration(context.args).to_yaml(), nl=False)
-
-
-@config_app.command("validate", context_settings=ANY)
-def config_validate(context: typer.Context) -> None:
-    """Check CONFIG.yaml and overrides."""
-    config = configuration(context.args)
-    typer.echo(f"valid: {config.model.preset}, {config.train.steps:,} steps, {config.workers} workers")
-
-
-@config_app.command("schema")
-def config_schema() -> None:
-    """Print the JSON schema of configurations."""
-    from andon.config.schema import Config
-
-    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
-
-
-@app.command()
-def resize(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of `andon train` that goes on.")],
-    workers: Annotated[int, typer.Argument(help="Number of workers from now on.")],
-) -> None:
-    """Have a run go on with more or fewer workers, from its next step on."""
-    from andon.run.resize import wish
-
-    wish(run, workers)
-    typer.echo(f"If a run goes on in {run}, it does so with {workers} workers after its current step")
-
-
-@app.command()
-def audit(run: Annotated[Path, typer.Argument(help="Folder of a run.")]) -> None:
-    """Prove that a run has used every sample of every committed step exactly once."""
-    from andon.commands.audit import audit
-
-    audit(run, terminal())
-
-
-@data_app.command("show")
-def data_show(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    windows: Annotated[str, typer.Option(help="Window numbers, as named in a halt: 12,480")],
-) -> None:
-    """Print the text of training windows."""
-    from andon.commands.data import show_windows
-
-    show_windows(run, numbers("--windows", windows), terminal())

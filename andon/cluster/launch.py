@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from andon.board.serve import beside
 from andon.checkpoint.listing import step_of
 from andon.cluster.bf16 import check_bf16
 from andon.cluster.nursery import Nursery
@@ -31,10 +32,11 @@ from andon.control.token import FILE, VARIABLE, Credentials, environment, new_to
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
 from andon.numerics import kernels
-from andon.run.display import Display, show_error, show_plan
+from andon.run.display import Display, show_error
 from andon.run.events import Emit, Event, Recorder, event, last_step
 from andon.run.folder import RunFolder, read_mark
 from andon.run.ledger import Ledger
+from andon.run.outlook import machine_notes, show_corpus_plan, show_plan
 from andon.run.prepare import prepare_tokens
 from andon.run.resize import Wish
 from andon.transport.base import TRANSPORTS, GroupError, PeerLost
@@ -50,6 +52,8 @@ def train(config: Config, resume: str, console: Console) -> int:
     """`andon train`: start the workers of a run here and wait for them; gives the exit code."""
     config = absolute(config).on_this_machine()
     check_bf16(config)
+    for note in machine_notes(config):
+        console.print(note, style="yellow", soft_wrap=True)
     with run_folder(config, resume, console) as (folder, checkpoint):
         return _coordinate(config, folder, checkpoint, console)
 
@@ -126,6 +130,8 @@ def recording(config: Config, folder: RunFolder, console: Console) -> Iterator[t
                 folder.begin(config.model_copy(update={"probe": event["probe"]}))
             recorder.emit(event)
 
+        for damage in folder.damaged:
+            emit(event("damaged", step=step_of(damage.path), reason=damage.reason))
         for note in folder.notes:
             emit(event("note", text=note))
         yield recorder, emit
@@ -157,6 +163,9 @@ def _coordinate(
     with contextlib.ExitStack() as stack:
         begin = None if door else _starter(config, token, logs, stack)  # loads torch meanwhile
         tokens = prepare_tokens(config, console)
+        show_corpus_plan(console, config, tokens.meta["documents"], tokens.token_count)
+        if config.run.board and console.is_terminal:
+            stack.enter_context(beside(config.run.dir, partial(console.print, style="dim", soft_wrap=True)))
         recorder, emit = stack.enter_context(recording(config, folder, console))
         goes_on = _goes_on(config, folder, checkpoint, stack)
         transport = TRANSPORTS[config.group.transport]

@@ -10,8 +10,9 @@ from rich.table import Column, Table
 from andon.bench.numerics import cost
 from andon.config.schema import Config
 from andon.numerics import has_avx2
-from andon.run.display import human_bytes, show_plan
+from andon.run.outlook import show_plan
 from andon.run.plan import Plan, changes, cost_of_a_loss, make_plan
+from andon.run.terminal import human_bytes
 
 
 def main(config: Config, as_json: bool, console: Console) -> None:

@@ -79,7 +79,7 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     corpus: tuple[Annotated[str, Field(min_length=1)], ...] = Field(("stories",), min_length=1)
-    """`stories` (built in), or files, folders and globs of .txt, .jsonl and .parquet."""
+    """`stories` (built in), or files, folders and globs of .txt, .md, .jsonl, .json and .parquet, also .gz."""
     stories: int = Field(20_000, gt=0, le=10**9)
     """Number of built-in stories to train on."""
     tokenizer: str = "bpe"
@@ -193,6 +193,8 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     dir: Path = Path("runs/default")
     """The folder of the run: metrics, summary, checkpoints."""
+    board: bool = True
+    """Show the run on a page of this machine while it lasts, if it was started on a terminal."""
 
 
 class Config(Section):

@@ -58,7 +58,7 @@ class Trainer:
         self.on_step: Callable[[Totals], None] = lambda totals: None
         self._samples = SamplesOfStep()
         optimizer.judge, optimizer.samples = self.judge, lambda: self._samples.everyone
-        optimizer.passengers.append(self._samples)
+        optimizer.passengers += [self.model.phases, self._samples]
         if checkpointer:
             optimizer.passengers.append(checkpointer)
 
@@ -84,7 +84,8 @@ class Trainer:
         totals = self.optimizer.step(self.settings.clip)
         self.on_step(totals)
         if self.checkpointer:
-            self.checkpointer.after(step, last=self.is_last)
+            with model.phases("save"):
+                self.checkpointer.after(step, last=self.is_last)
         return totals
 
     def _prepare_batch_after(self, step: int, slot: int) -> None:

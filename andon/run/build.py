@@ -137,6 +137,9 @@ def hub_files(config: Config, tokens: TokenSet, dtype: torch.dtype) -> Mapping[s
     fields = to_hub(config.shape, tokens.tokenizer().end, dtype)
     names = ("tokenizer.json", "tokenizer_config.json")
     texts = {name: (tokens.folder / name).read_text(encoding="utf-8") for name in names}
+    settings = json.loads(texts["tokenizer_config.json"])
+    # Fine-tuning pads batches, and there is no other special token.
+    texts["tokenizer_config.json"] = json.dumps({**settings, "pad_token": settings["eos_token"]}, indent=2) + "\n"
     return {"config.json": json.dumps(fields, indent=2) + "\n", **texts}
 
 

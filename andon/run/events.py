@@ -1,9 +1,9 @@
 """Events: the one record of a run; everything that shows a run reads them.
 
 An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds: `worker` ·
-`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `lost` (a worker) · `generation` (the run
-goes on with other members) · `stopped` · `halt` · `done`. `metrics.jsonl` holds them all. `summary.json` holds the last
-`done`, `halt.json` the last `halt`.
+`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `damaged` (a checkpoint) · `lost` (a
+worker) · `generation` (the run goes on with other members) · `stopped` · `halt` · `done`. `metrics.jsonl` holds them
+all. `summary.json` holds the last `done`, `halt.json` the last `halt`.
 """
 
 import json
@@ -38,6 +38,7 @@ FIELDS: Final[dict[str, Fields]] = {
     "eval": {"step": int, "loss": NUMBER, "bits_per_byte": NUMBER},
     "checkpoint": {"step": int},
     "save_failed": {"step": int, "reason": str, "folder": str, "again": bool},
+    "damaged": {"step": int, "reason": str},
     "lost": {"rank": int, "host": str, "why": str, "text": str},
     "generation": {
         "generation": int,

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import resource
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -10,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from andon.checkpoint.listing import step_of
 from andon.checkpoint.store import weights_blake3
 from andon.config.schema import Config
 from andon.data.batches import Batches
@@ -23,12 +25,14 @@ from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
 from andon.run import evaluate as evaluation
 from andon.run.events import Emit, event, no_event
-from andon.run.folder import newest_good
+from andon.run.folder import DamagedCheckpoint, newest_good
 from andon.run.mfu import mfu, peak_of_all
 from andon.transport.base import Group
 
 T = TypeVar("T")
 BUSY = b"busy"
+TEXTS_OF_HALT = 8
+LONGEST_TEXT = 600  # characters of a sample in a halt
 HEARTBEAT = 0.2  # seconds between signs of life of a rank 0 that is busy
 
 
@@ -55,10 +59,11 @@ class Run:
         self._begun, self._reported = False, 0
         self.tokenizer = tokens.tokenizer()
         self.on_stories = config.data.corpus == ("stories",)
+        self._began = self._sampled = self._step_began = time.monotonic()
+        self._tokens = 0
         self._peak: float | None = None
         """Of all GPUs of this generation."""
         self._just_compiled = self.llama.compiled
-        self._sampled = self._step_began = time.monotonic()
         trainer.on_step = self._emit_step
 
     @property
@@ -82,10 +87,17 @@ class Run:
         try:
             self._loop()
         except JidokaHalt as halt:
-            self.emit(event("halt", **halt.fields(), data=self.tokens.digest))
+            self.emit(event("halt", **halt.fields(), data=self.tokens.digest, texts=self._texts(halt)))
             if self.trainer.checkpointer:
                 self.trainer.checkpointer.after_halt(halt)
             raise
+
+    def _texts(self, halt: JidokaHalt) -> dict[str, str]:
+        """The beginnings of the first samples that a halt names, by window."""
+        context = self.config.train.context
+        windows = dict.fromkeys(window for finding in halt.findings for window in finding.samples)
+        read = [(window, self.tokens.read(window * context, context)) for window in list(windows)[:TEXTS_OF_HALT]]
+        return {str(window): self.tokenizer.decode(tokens.tolist())[:LONGEST_TEXT] for window, tokens in read}
 
     def _begin(self) -> None:
         """The run starts, or resumes: its first generation begins."""
@@ -98,9 +110,15 @@ class Run:
                 floor=self.floor(),
                 data=data,
                 probe=dict(self.config.probe),
+                steps=self.config.train.steps,
+                workers=self.group.world_size,
+                generation=self.group.generation,
+                parameters=self.config.shape.parameters,
+                model=self.config.model.preset,
             )
         )
-        self._peak = peak_of_all(self.group, self.trainer.model.arena.device)
+        if self.llama.compute == torch.bfloat16:  # the peaks are those of bf16
+            self._peak = peak_of_all(self.group, self.trainer.model.arena.device)
         self._begun, self._reported = True, progress.step
 
     def go_on(self, settled: Settlement, recorded: int, since: float) -> None:
@@ -128,12 +146,13 @@ class Run:
 
     def _go_back(self, settled: Settlement) -> None:
         """A part of the state is lost: all go back to the newest checkpoint, or to the first weights."""
-        trainer, notes = self.trainer, list[str]()
+        trainer, damaged = self.trainer, list[DamagedCheckpoint]()
         folder = self.config.run.dir / "checkpoints"
-        found = while_others_wait(self.group, lambda: newest_good(folder, notes))
+        found = while_others_wait(self.group, lambda: newest_good(folder, damaged))
         path = self.group.all_gather_bytes(str(found or "").encode())[0].decode()
-        for note in notes:
-            self.emit(event("note", text=note))
+        for damage in damaged:
+            self.emit(event("damaged", step=step_of(damage.path), reason=damage.reason))
+            self.emit(event("note", text=damage.note))
         if path:
             trainer.resume(Path(path))
         else:
@@ -190,8 +209,10 @@ class Run:
 
     def _emit_step(self, totals: Totals) -> None:
         rate = totals.tokens / (time.monotonic() - self._step_began)
-        timings = self.trainer.model.phases.milliseconds
+        self._tokens += totals.tokens
+        phases = self.trainer.model.phases
         used = {} if self._peak is None else {"mfu": round(mfu(self.config.shape, rate, self._peak), 4)}
+        skipped = {} if totals.sound else {"skipped": totals.complaint}
         self.emit(
             event(
                 "step",
@@ -199,10 +220,12 @@ class Run:
                 loss=totals.loss,
                 tokens=totals.tokens,
                 tokens_per_s=round(rate, 1),
-                **used,
                 lr=self.trainer.optimizer.lr,
                 grad_norm=totals.norm,
-                **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in timings.items()},
+                **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in phases.milliseconds.items()},
+                **({"rank_ms": phases.of_ranks} if phases.of_ranks else {}),
+                **used,
+                **skipped,
             )
         )
 
@@ -258,12 +281,22 @@ class Run:
         compiled = self.llama.compiled
         return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
+    def _cost(self, peaks: list[int]) -> dict[str, float]:
+        """What this part of the run took; `peak_memory` is that of the worker that held most."""
+        seconds = time.monotonic() - self._began
+        speed = round(self._tokens / seconds, 1)
+        return {"seconds": round(seconds, 1), "tokens_per_s": speed, "peak_memory": max(peaks)}
+
     def _finish(self) -> None:
         progress = self.trainer.progress
         if self.trainer.checkpointer:
             self.trainer.checkpointer.after(progress.step, last=True)  # again, if members have changed meanwhile
         result = self.evaluate()
         samples = while_others_wait(self.group, lambda: self.write(3, seed=progress.step))
+        peaks = [
+            int(peak)
+            for peak in self.group.all_gather_bytes(str(peak_memory(self.trainer.model.arena.device)).encode())
+        ]
         if self.is_rank_0:
             summary = {
                 "step": progress.step,
@@ -275,10 +308,18 @@ class Run:
                 "transport": self.config.group.transport,
                 "workers": self.group.world_size,
                 "skipped": progress.skipped,
+                **self._cost(peaks),
             }
             summary |= {key: result[key] for key in ("valid_share", "known") if key in result}
             self.emit(event("done", **summary, samples=samples))
         self._end()
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: on its GPU, or in memory, what it shares included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def while_others_wait(group: Group, work: Callable[[], T]) -> T | None:

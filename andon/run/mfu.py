@@ -8,13 +8,29 @@ from andon.machine import machine_id
 from andon.model.shape import Shape
 from andon.transport.base import Group
 
-PEAKS: Final = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-"""Operations per second in bf16, without sparsity, by a part of the card's name."""
+PEAK_BF16: Final = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+"""Dense bf16 operations a second, as the makers state them, by words of the card's name."""
 
 
-def peak_of(name: str) -> float | None:
-    """A card's peak in bf16, if it is known."""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+def peak_of(card: str) -> float | None:
+    """A card's peak in bf16; None if it is not known."""
+    words = card.replace("-", " ").split()
+    known = [name for name in PEAK_BF16 if all(word in words for word in name.split())]
+    return PEAK_BF16[max(known, key=len)] if known else None
 
 
 def mfu(shape: Shape, tokens_per_s: float, peak: float) -> float:
@@ -27,6 +43,6 @@ def peak_of_all(group: Group, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     card = torch.cuda.get_device_properties(device)
-    cards = {text.decode() for text in group.all_gather_bytes(f"{machine_id()} {card.uuid} {card.name}".encode())}
-    peaks = [peak_of(text) for text in cards]
+    cards = set(group.all_gather_bytes(f"{machine_id()} {card.uuid}\n{card.name}".encode()))
+    peaks = [peak_of(text.decode().split("\n")[1]) for text in cards]
     return sum(peak for peak in peaks if peak) if all(peaks) else None

@@ -179,10 +179,10 @@ class Group(ABC):
     def leave(self) -> None:
         """Leave the group at once and free what it holds; safe to call twice."""
 
+    @abstractmethod
     def abort(self, rank: int, detail: str) -> None:
         """A rank is known to be lost: every collective that runs or begins raises `PeerLost`. Any thread may call it,
         more than once."""
-        raise NotImplementedError
 
     @cached_property
     def before_close(self) -> list[Callable[[], None]]:

@@ -35,7 +35,7 @@ class Mutant:
 
 def everything() -> list[Mutant]:
     """All mutants, by room."""
-    from tests.mutants import checkpoints, foundations, generations, steps, transports
+    from tests.mutants import checkpoints, foundations, generations, runs, steps, tools, transports
 
-    rooms = (foundations, steps, checkpoints, transports, generations)
+    rooms = (foundations, runs, steps, checkpoints, transports, generations, tools)
     return [mutant for room in rooms for mutant in room.MUTANTS]

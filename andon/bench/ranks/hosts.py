@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -13,7 +12,15 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from andon.bench.ranks.train import WARM_UP, RandomBatches, ddp_step, initialised, make_optimizer, make_trainer
+from andon.bench.ranks.train import (
+    WARM_UP,
+    RandomBatches,
+    ddp_step,
+    initialised,
+    make_optimizer,
+    make_trainer,
+    take_turns,
+)
 from andon.cluster.star_process import star_process
 from andon.control.token import Credentials
 from andon.model.shape import SHAPES
@@ -62,11 +69,7 @@ def main(task: dict[str, Any]) -> None:
             works[name] = trainer.train_step
         seconds: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(task["repetitions"] + WARM_UP):
-            for name, work in works.items():
-                gloo.barrier()
-                started = time.perf_counter()
-                work()
-                seconds[name].append(time.perf_counter() - started)
+            take_turns(works, seconds, gloo)
         works.clear()
         gc.collect()  # a DDP model that outlives the process group can hang in its end
         gloo.barrier()

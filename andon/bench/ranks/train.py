@@ -8,7 +8,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,15 @@ def torch_zero_update(shape: Shape, bucket_view: bool) -> Callable[[], Any]:
     return optimizer.step
 
 
+def take_turns(works: Mapping[str, Callable[[], Any]], seconds: dict[str, list[float]], gloo: Group) -> None:
+    """Do each work once, all ranks together, and note its time."""
+    for name, work in works.items():
+        gloo.barrier()
+        started = time.perf_counter()
+        work()
+        seconds[name].append(time.perf_counter() - started)
+
+
 def measure(task: dict[str, Any], tokens: int, groups: Sequence[Group], gloo: Group) -> dict[str, Any]:
     """Seconds of each one's steps by name, and the phases of the first of Andon's."""
     shape = SHAPES[task["preset"]]
@@ -122,11 +131,7 @@ def measure(task: dict[str, Any], tokens: int, groups: Sequence[Group], gloo: Gr
     seconds: dict[str, list[float]] = {name: [] for name in works}
     phases: list[dict[str, float]] = []
     for _ in range(task["repetitions"] + WARM_UP):
-        for name, work in works.items():
-            gloo.barrier()
-            started = time.perf_counter()
-            work()
-            seconds[name].append(time.perf_counter() - started)
+        take_turns(works, seconds, gloo)
         model = trainers[0].model
         phases.append({**model.phases.milliseconds, "all_exchange": 1e3 * model.exchange.seconds})
     for trainer in trainers:
