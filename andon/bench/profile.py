@@ -26,6 +26,7 @@ NAME_WIDTH: Final = 70
 
 def main(config: Config, steps: int, trace: Path, most: int, as_json: bool) -> None:
     """Profile `steps` steps, write the trace and print the `most` expensive operations."""
+    config = config.with_transport("local")
     make_torch_deterministic(config.threads)
     device = choose_device(config.device, 0, no_event)
     group = LocalGroup()
