@@ -10,8 +10,11 @@ import pytest
 from andon.engine.membership import Membership
 from andon.integrity.halt import JidokaHalt
 from andon.model.shape import SHAPES
+from andon.run.build import warm_up
 from andon.run.mfu import mfu, peak_of
+from andon.transport.base import Group
 from andon.transport.local import LocalGroup
+from tests.group_harness import World
 from tests.training import digest, make_trainer, small_config, small_tokens
 
 
@@ -77,6 +80,42 @@ def test_every_generation_decides_anew_whether_to_update_ahead(tmp_path: Path) -
         found.append((digest(trainer), totals))
         trainer.close()
     assert found[0] == found[1]
+
+
+def grow(group: Group, tokens: Path) -> str:
+    """Rank 0 is alone for two steps, and then two more with another worker, which was warmed up."""
+    config = small_config(train__slots=3)
+    trainer = make_trainer(LocalGroup(), tokens, config)
+    optimizer = trainer.optimizer
+    optimizer.is_new = group.rank > 0
+    if optimizer.is_new:
+        before = digest(trainer)
+        warm_up(config, trainer.model)
+        assert digest(trainer) == before and optimizer.progress.step == optimizer.rule.updates == 0
+    else:
+        optimizer._updates_ahead = True
+        for _ in range(2):
+            trainer.train_step()
+    trainer.part()
+    settled = trainer.enter(Membership.of(group, 3), recorded=1)
+    assert settled.step == 2 and settled.new == {1} and not settled.late and list(settled.records) == [2]
+    for _ in range(2):
+        assert not optimizer._updates_ahead
+        trainer.train_step()
+    found = digest(trainer)
+    trainer.close()
+    return found
+
+
+def test_a_worker_that_was_alone_and_one_that_was_warmed_up_go_on_together(tmp_path: Path) -> None:
+    tokens = small_tokens(tmp_path)
+    alone = make_trainer(LocalGroup(), tokens, small_config(train__slots=3))
+    for _ in range(4):
+        alone.train_step()
+    with World("shm", 2) as world:
+        found = world.run(grow, tokens)
+    assert found == [digest(alone)] * 2
+    alone.close()
 
 
 def test_an_update_ahead_of_a_verdict_that_forbids_it_is_a_broken_invariant(tmp_path: Path) -> None:

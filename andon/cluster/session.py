@@ -15,7 +15,8 @@ from andon.engine.trainer import Trainer
 from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt
 from andon.integrity.probe import compare_probes, differing, take_probe
-from andon.run.build import build_optimizer, build_trainer, trainer_of
+from andon.model.llama import Llama
+from andon.run.build import build_optimizer, build_trainer, trainer_of, warm_up
 from andon.run.events import Emit, Event, event, no_event
 from andon.run.loop import Books, Run
 from andon.transport.base import TRANSPORTS, Group, Rendezvous, Settings, fastest_here, open_group
@@ -65,6 +66,9 @@ class Session:
         self.config = self.config.model_copy(update={"probe": dict(known)})
         self.optimizer = build_optimizer(self.config, self.tokens, LocalGroup(self.config.group.wire), device)
         self.optimizer.is_new = True
+        module = self.optimizer.model.module
+        if isinstance(module, Llama) and module.compiled:
+            warm_up(self.config, self.optimizer.model)
 
     def train(self, group: Group, resume: Path | None = None) -> bool:
         """Train in the first generation, from a checkpoint if one is given; whether it was stopped before the end."""

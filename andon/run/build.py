@@ -86,6 +86,13 @@ def optimizer_of(config: Config, model: Llama, group: Group) -> Optimizer:
     return AdamW(parallel, optim.lr, betas, optim.eps, optim.weight_decay, zero)
 
 
+def warm_up(config: Config, model: DataParallel) -> None:
+    """Compute one slot, of any tokens, so that what is compiled is compiled now. The step begins again with `enter`."""
+    shape = (config.train.micro_batch, config.train.context)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=model.arena.device)
+    model.backward(model(tokens, tokens), tokens.numel(), reduction="sum")
+
+
 def build_batches(config: Config, tokens: TokenSet) -> Batches:
     """The batches of a run, a pure function of step and slot."""
     train = config.train
