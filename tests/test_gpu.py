@@ -98,7 +98,7 @@ def test_a_run_goes_on_without_a_killed_worker_and_ends_with_the_same_bits(tmp_p
 
 def test_a_run_that_grows_and_shrinks_gives_the_answer_of_one_worker(tmp_path: Path) -> None:
     """Alone, a worker updates ahead of the verdict; together with another it does not."""
-    options = ("--workers=1", "--train.compile=false", "--optim.schedule=constant")
+    options = ("--workers=1", "--train.compile=false", "--optim.schedule=constant", "--optim.warmup=2")
     process = run_of(tmp_path, *SMALL, *options, "--train.steps=100000", executed=True)
     for workers in (2, 1):
         code, said = run("resize", "run", str(workers), cwd=tmp_path)
