@@ -119,7 +119,8 @@ class _Lookup(torch.autograd.Function):
 
 
 def _has_grad_out(weight: Tensor) -> bool:
-    return hasattr(weight, "grad_out") and not torch.compiler.is_compiling()
+    # The compiler must not see the attribute: whenever it changes, it would compile again.
+    return not torch.compiler.is_compiling() and hasattr(weight, "grad_out")
 
 
 def _take_grad_out(weight: Tensor) -> Tensor | None:
