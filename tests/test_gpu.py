@@ -101,7 +101,7 @@ def test_a_run_that_grows_and_shrinks_gives_the_answer_of_one_worker(tmp_path: P
     options = ("--workers=1", "--train.compile=false", "--optim.schedule=constant", "--optim.warmup=2")
     process = run_of(tmp_path, *SMALL, *options, "--train.steps=100000", executed=True)
     for workers in (2, 1):
-        code, said = run("resize", "run", str(workers), cwd=tmp_path)
+        code, said = run("resize", "run", str(workers), cwd=tmp_path, executed=True)
         assert code == 0, said
         wait_for_newest(tmp_path / "run", process, workers)
         at = time.time()
