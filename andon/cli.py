@@ -171,6 +171,33 @@ def worker(
     sys.exit(join_run((host, PORT if port is None else port), access))
 
 
+@app.command("gradient-server", epilog=EXIT_CODES)
+def gradient_server(
+    workers: Annotated[int, typer.Option(min=1, help="Workers that take part.")],
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; port 0: any free one.")] = "127.0.0.1:29412",
+    steps: Annotated[int, typer.Option(min=0, help="Steps to serve; 0: until the workers leave.")] = 0,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Samples to share out among the workers in every step; 0: no assignments.")
+    ] = 0,
+    folder: Annotated[Path, typer.Option("--run.dir", help="Where the session is recorded.")] = Path(
+        "runs/gradient-server"
+    ),
+    allow: Annotated[list[str] | None, typer.Option(help="A NETWORK whose hosts may take part; repeatable.")] = None,
+) -> None:
+    """Average gradients for workers of any language that speak protocol 2.
+
+    It follows the dialogue of its workers: whole vectors (with --samples after an assignment for each step), or blocks
+    and then components. Protocol 2 has no authentication, so only this machine may connect unless --allow names others.
+    """
+    from andon.commands.gradient_server import PORT, Service, parse_networks, serve
+
+    host, port = _address(bind)
+    service = Service(
+        (host, PORT if port is None else port), workers, steps, samples, parse_networks(allow or []), folder
+    )
+    sys.exit(serve(service, _console(lasting=True)))
+
+
 @launch_app.command("slurm", context_settings=ANY)
 def launch_slurm(context: typer.Context) -> None:
     """Print a job script for `sbatch`: one task per worker; it goes on after a kill, a requeue or the time limit."""

@@ -5,10 +5,29 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+import numpy.typing as npt
+
 SECONDS = 20.0
+Values = Sequence[float] | npt.NDArray[np.float32]
+
+
+def floats(values: Values) -> bytes:
+    """A count and the floats."""
+    array = np.asarray(values, "<f4")
+    return struct.pack("<Q", array.size) + array.tobytes()
+
+
+def sequential_mean(vectors: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    """The mean as the specification has it: from 0.0, worker by worker, divided by their number, in f32."""
+    total = np.zeros(len(vectors[0]), np.float32)
+    for vector in vectors:
+        total = total + vector
+    mean: npt.NDArray[np.float32] = total / np.float32(len(vectors))
+    return mean
 
 
 class PlainSocket:
@@ -26,12 +45,13 @@ class PlainSocket:
         return self.exactly(length)
 
     def exactly(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            more = self.sock.recv(count - len(data))
-            assert more, "the connection was closed"
-            data += more
-        return data
+        data = bytearray(count)
+        rest = memoryview(data)
+        while rest:
+            received = self.sock.recv_into(rest)
+            assert received, "the connection was closed"
+            rest = rest[received:]
+        return bytes(data)
 
     def is_closed(self) -> bool:
         try:
@@ -56,41 +76,38 @@ class PlainWorker(PlainSocket):
         assert tag == 3
         return step, start, end
 
-    def send_gradient(self, step: int, values: list[float], loss: float, correct: int, total: int) -> None:
-        floats = struct.pack(f"<Q{len(values)}f", len(values), *values)
+    def send_gradient(self, step: int, values: Values, loss: float, correct: int, total: int) -> None:
         head = struct.pack("<BQI", 4, step, self.worker_id)
-        self.send(head + floats + struct.pack("<fQQ", loss, correct, total))
+        self.send(head + floats(values) + struct.pack("<fQQ", loss, correct, total))
 
-    def averaged(self) -> tuple[int, list[float], float]:
+    def averaged(self) -> tuple[int, npt.NDArray[np.float32], float]:
         payload = self.receive()
         tag, step, count = struct.unpack_from("<BQQ", payload)
-        assert tag == 5
-        *values, loss = struct.unpack_from(f"<{count}ff", payload, 17)
-        assert len(payload) == 17 + 4 * count + 4
-        return step, values, loss
+        assert tag == 5 and len(payload) == 17 + 4 * count + 4
+        (loss,) = struct.unpack_from("<f", payload, 17 + 4 * count)
+        return step, np.frombuffer(payload, "<f4", count, 17), loss
 
-    def send_block(self, step: int, block: int, sizes: list[int], values: list[float]) -> None:
-        head = struct.pack("<BQIII", 8, step, self.worker_id, block, 24)
+    def send_block(self, step: int, block: int, sizes: list[int], values: Values, blocks: int = 24) -> None:
+        head = struct.pack("<BQIII", 8, step, self.worker_id, block, blocks)
         shape = struct.pack(f"<I{len(sizes)}I", len(sizes), *sizes)
-        self.send(head + shape + struct.pack(f"<Q{len(values)}f", len(values), *values))
+        self.send(head + shape + floats(values))
 
-    def averaged_block(self) -> tuple[int, int, list[int], list[float]]:
+    def averaged_block(self) -> tuple[int, int, list[int], npt.NDArray[np.float32]]:
         payload = self.receive()
         tag, step, block, components = struct.unpack_from("<BQII", payload)
         assert tag == 9
         *sizes, count = struct.unpack_from(f"<{components}IQ", payload, 17)
-        values = struct.unpack_from(f"<{count}f", payload, 17 + 4 * components + 8)
-        return step, block, sizes, list(values)
+        assert len(payload) == 17 + 4 * components + 8 + 4 * count
+        return step, block, sizes, np.frombuffer(payload, "<f4", count, 17 + 4 * components + 8)
 
-    def send_non_block(self, step: int, component: int, values: list[float]) -> None:
-        head = struct.pack("<BQIB", 10, step, self.worker_id, component)
-        self.send(head + struct.pack(f"<Q{len(values)}f", len(values), *values))
+    def send_non_block(self, step: int, component: int, values: Values) -> None:
+        self.send(struct.pack("<BQIB", 10, step, self.worker_id, component) + floats(values))
 
-    def averaged_non_block(self) -> tuple[int, int, list[float]]:
+    def averaged_non_block(self) -> tuple[int, int, npt.NDArray[np.float32]]:
         payload = self.receive()
         tag, step, component, count = struct.unpack_from("<BQBQ", payload)
-        assert tag == 11
-        return step, component, list(struct.unpack_from(f"<{count}f", payload, 18))
+        assert tag == 11 and len(payload) == 18 + 4 * count
+        return step, component, np.frombuffer(payload, "<f4", count, 18)
 
     def beat(self) -> None:
         self.send(struct.pack("<BI", 6, 5) + b"plain" + struct.pack("<Q", 1234))
@@ -110,7 +127,7 @@ class PlainServer:
         with sock:
             plain = PlainSocket(sock)
             payload = plain.receive()
-            assert payload == struct.pack("<BI", 1, 4) + b"ours" + struct.pack("<II", 2, 4) + b"cuda"
+            assert payload == struct.pack("<BI", 1, 4) + b"ours" + struct.pack("<II", 2, 10) + b"cuda+andon"
             plain.send(struct.pack("<BII", 2, 1, 3))
             conversation(plain)
 

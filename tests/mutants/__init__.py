@@ -35,6 +35,7 @@ class Mutant:
 
 def everything() -> list[Mutant]:
     """All mutants, by room."""
-    from tests.mutants import checkpoints, foundations, steps, transports
+    from tests.mutants import checkpoints, foundations, protocol2, steps, transports
 
-    return [*foundations.MUTANTS, *steps.MUTANTS, *checkpoints.MUTANTS, *transports.MUTANTS]
+    rooms = (foundations, steps, checkpoints, transports, protocol2)
+    return [mutant for room in rooms for mutant in room.MUTANTS]

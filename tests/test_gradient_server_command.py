@@ -1,0 +1,439 @@
+"""`andon gradient-server`, with workers written from the specification of the wire alone (`tests/plain_peers.py`).
+
+`make soak` runs the long versions: five workers with the longest messages, a worker that computes for 40 s, and 100,000
+malformed frames against a server that honest workers use meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from ipaddress import ip_network
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+
+from andon.protocol2.connections import is_allowed
+from tests.group_harness import busy
+from tests.plain_peers import SECONDS, PlainWorker, sequential_mean
+from tests.runs import andon, ctrl_c, end_started, events, start, summary
+
+SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
+COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "100000")
+LONGEST = 24_999_989
+soak = [pytest.mark.soak, pytest.mark.timeout(3600)]
+
+
+class Server:
+    """A running `andon gradient-server`."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        assert process.stdout
+        self.process, self.folder = process, folder
+        line = process.stdout.readline()
+        found = re.search(r"Listening at 127\.0\.0\.1:(\d+) ", line)
+        assert found, line
+        self.address = ("127.0.0.1", int(found[1]))
+
+    def join(self, count: int) -> list[PlainWorker]:
+        return [PlainWorker(self.address, f"plain-{number}") for number in range(count)]
+
+    def finish(self) -> tuple[int, str]:
+        """Wait for its end: exit code and the rest of its output."""
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, output
+
+    def wait_for(self, kind: str, deadline: float = SECONDS) -> float:
+        """The time of the first event of a kind."""
+        until = time.monotonic() + deadline
+        while time.monotonic() < until:
+            if (self.folder / "metrics.jsonl").exists() and (found := events(self.folder, kind)):
+                return float(found[0]["time"])
+            time.sleep(0.005)
+        raise AssertionError(f"no {kind} event within {deadline} s")
+
+
+@contextmanager
+def serving(cwd: Path, *options: str) -> Iterator[Server]:
+    process = start("gradient-server", "--bind=127.0.0.1:0", "--run.dir=run", *options, cwd=cwd)
+    try:
+        yield Server(process, cwd / "run")
+    finally:
+        end_started()
+
+
+def vectors(workers: int, length: int, seed: int = 0) -> list[npt.NDArray[np.float32]]:
+    """A gradient for each worker, with values that show the order of addition, −0.0, and denormals."""
+    made = []
+    for number in range(workers):
+        dice = np.random.default_rng([seed, number])
+        vector = dice.standard_normal(length, np.float32) * np.float32(10) ** dice.integers(-4, 4)
+        vector[: max(1, length // 100)] = -0.0
+        vector[-1:] = np.float32(1e-44)
+        made.append(vector.astype(np.float32))
+    return made
+
+
+def everyone(workers: list[PlainWorker], work: Callable[[PlainWorker], None]) -> None:
+    with ThreadPoolExecutor(len(workers)) as pool:
+        for done in [pool.submit(work, worker) for worker in workers]:
+            done.result(600)
+
+
+@pytest.mark.parametrize(
+    ("count", "lengths"),
+    [
+        (2, (1, 2, 7, 65_536, 65_537, 1_000_003)),
+        (3, (1, 300_001)),
+        (2, (LONGEST,)),
+        *(pytest.param(count, (1, 99_991, LONGEST), marks=soak) for count in (3, 4, 5)),
+    ],
+)
+def test_whole_vectors_with_assignments_are_the_sequential_mean(
+    tmp_path: Path, count: int, lengths: tuple[int, ...]
+) -> None:
+    with serving(tmp_path, f"--workers={count}", f"--steps={len(lengths)}", "--samples=101") as server:
+        workers = server.join(count)
+        sent = [vectors(count, length) for length in lengths]
+        expected = [sequential_mean(each).tobytes() for each in sent]
+
+        def work(worker: PlainWorker) -> None:
+            number, size = worker.worker_id, 101 // count
+            for step in range(len(lengths)):
+                end = 101 if number == count - 1 else (number + 1) * size
+                assert worker.shard() == (step, number * size, end)
+                worker.send_gradient(step, sent[step][number], 0.5 * number, number, end - number * size)
+                got, mean, loss = worker.averaged()
+                assert got == step and mean.tobytes() == expected[step]
+                total = np.float32(0)
+                for each in range(count):
+                    samples = 101 - each * size if each == count - 1 else size
+                    total += np.float32(0.5 * each) * np.float32(samples)
+                assert loss == total / np.float32(101)
+            assert worker.receive() == b"\x07"
+            worker.sock.close()
+
+        everyone(workers, work)
+        code, output = server.finish()
+    assert code == 0, output
+    steps = events(tmp_path / "run", "step")
+    assert [(each["step"], each["workers"], each["total"]) for each in steps] == [
+        (step, count, 101) for step in range(len(lengths))
+    ]
+    assert all(each["accuracy"] == sum(range(count)) / 101 for each in steps)
+    assert all(each["bytes_received"] >= 4 * count * length for each, length in zip(steps, lengths, strict=True))
+    assert all(each["bytes_sent"] >= 4 * count * length for each, length in zip(steps, lengths, strict=True))
+    assert all(each[key] >= 0 for each in steps for key in ("wait_ms", "reduce_ms", "send_ms", "step_ms"))
+    assert summary(tmp_path / "run")["step"] == len(lengths)
+    assert {each["host"] for each in events(tmp_path / "run", "worker")} == {f"plain-{n}" for n in range(count)}
+    assert f"step {len(lengths)}/{len(lengths)}  loss " in output and "accuracy" in output
+
+
+@pytest.mark.parametrize("count", [2, 3, *(pytest.param(count, marks=soak) for count in (4, 5))])
+def test_blocks_and_components_are_the_sequential_mean_until_the_workers_leave(tmp_path: Path, count: int) -> None:
+    blocks, steps = 3, 2
+    with serving(tmp_path, f"--workers={count}") as server:
+        workers = server.join(count)
+        parts = {(kind, index): vectors(count, 1000 * kind + index + 1) for kind in (0, 1) for index in range(3)}
+
+        def work(worker: PlainWorker) -> None:
+            for step in range(10, 10 + steps):
+                for block in reversed(range(blocks)):
+                    mine = parts[0, block][worker.worker_id]
+                    worker.send_block(step, block, [1, len(mine) - 1], mine, blocks)
+                    *place, mean = worker.averaged_block()
+                    assert place == [step, block, [1, len(mine) - 1]]
+                    assert mean.tobytes() == sequential_mean(parts[0, block]).tobytes()
+                for component in range(3):
+                    worker.send_non_block(step, component, parts[1, component][worker.worker_id])
+                    *place, mean = worker.averaged_non_block()
+                    assert place == [step, component]
+                    assert mean.tobytes() == sequential_mean(parts[1, component]).tobytes()
+            worker.sock.close()
+
+        everyone(workers, work)
+        code, output = server.finish()
+    assert code == 0, output
+    recorded = events(tmp_path / "run", "step")
+    assert [(each["step"], each["parts"], each["loss"]) for each in recorded] == [(10, 6, None), (11, 6, None)]
+    assert all(each["left"] for each in events(tmp_path / "run", "lost"))
+    assert summary(tmp_path / "run")["lost"] == []
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("sends_first", [False, True], ids=["while it computes", "in the middle of a long gradient"])
+def test_a_death_is_named_at_once_and_the_survivors_next_step_works(tmp_path: Path, sends_first: bool) -> None:
+    with serving(tmp_path, "--workers=3", "--steps=2", "--samples=9") as server:
+        workers = server.join(3)
+        for worker in workers:
+            worker.shard()
+        if sends_first:
+            head = struct.pack(">I", 41 + 4 * LONGEST) + struct.pack("<BQIQ", 4, 0, 1, LONGEST)
+            workers[1].sock.sendall(head + bytes(30_000_000))
+        died = time.time()
+        workers[1].sock.close()
+        assert server.wait_for("lost") - died < 0.5 * busy()
+        survivors = [workers[0], workers[2]]
+        for step in range(2):
+            for worker in survivors:
+                worker.send_gradient(step, [float(worker.worker_id)], 1.0, 1, 3)
+            assert [worker.averaged()[1].tolist() for worker in survivors] == [[1.0], [1.0]]
+            if step == 0:
+                assert [worker.shard() for worker in survivors] == [(1, 0, 4), (1, 4, 9)]
+        assert [worker.receive() for worker in survivors] == [b"\x07", b"\x07"]
+        for worker in survivors:
+            worker.sock.close()
+        code, output = server.finish()
+    (lost,) = events(tmp_path / "run", "lost")[:1]
+    assert code == 0 and (lost["rank"], lost["host"], lost["left"]) == (1, "plain-1", False)
+    assert "Step 0: worker 1 (plain-1 at 127.0.0.1) was lost" in output
+    assert summary(tmp_path / "run")["lost"] == [1]
+
+
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(40, marks=soak)])
+def test_a_worker_that_computes_for_long_is_not_dropped(tmp_path: Path, seconds: float) -> None:
+    with serving(tmp_path, "--workers=2", "--steps=1") as server:
+        workers = server.join(2)
+        big = np.ones(5_000_000, np.float32)
+        with ThreadPoolExecutor(2) as pool:
+            sending = pool.submit(workers[0].send_gradient, 0, big, 1.0, 1, 1)
+            sending.result(SECONDS)
+            time.sleep(seconds)
+            workers[1].send_gradient(0, 3 * big, 1.0, 1, 1)
+            time.sleep(seconds)  # and before it reads its mean
+            for worker in workers:
+                assert worker.averaged()[1].tobytes() == (2 * big).tobytes()
+            for worker in workers:
+                assert worker.receive() == b"\x07"
+                worker.sock.close()
+        assert server.finish()[0] == 0
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "sum", "loss"])
+def test_what_is_not_finite_halts_with_3_and_halt_json(tmp_path: Path, value: str) -> None:
+    with serving(tmp_path, "--workers=2", "--samples=2") as server:
+        workers = server.join(2)
+        bad = {"nan": float("nan"), "inf": float("inf"), "sum": 3e38, "loss": 1.0}[value]
+        for worker in workers:
+            worker.shard()
+            mine = [1.0, bad if worker.worker_id == 1 or value == "sum" else 1.0]
+            worker.send_gradient(0, mine, float("nan") if value == "loss" and worker.worker_id else 1.0, 1, 1)
+        for worker in workers:
+            assert worker.receive() == b"\x07"
+            worker.sock.close()
+        code, output = server.finish()
+    halt = json.loads((tmp_path / "run" / "halt.json").read_text())
+    (finding,) = halt["findings"]
+    assert code == 3 and "THE LINE STOPPED at step 0: worker 1 " in output
+    assert (halt["step"], finding["rank"], finding["host"]) == (0, 1, "plain-1")
+    assert finding["unit"] == ("loss" if value == "loss" else "whole vector")
+    assert finding["kind"] == ("Inf" if value in ("inf", "sum") else "NaN")
+    assert not events(tmp_path / "run", "step") and not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_halt_in_pretraining_names_the_block(tmp_path: Path) -> None:
+    with serving(tmp_path, "--workers=2") as server:
+        workers = server.join(2)
+        for worker in workers:
+            worker.send_block(5, 1, [1], [1.0], blocks=2)
+        for worker in workers:
+            worker.averaged_block()
+            worker.send_block(5, 0, [1], [float("nan") if worker.worker_id == 0 else 1.0], blocks=2)
+        assert [worker.is_closed() for worker in workers] == [True, True]
+        for worker in workers:
+            worker.sock.close()
+        code, output = server.finish()
+    halt = json.loads((tmp_path / "run" / "halt.json").read_text())
+    assert (code, halt["step"], halt["findings"][0]["unit"]) == (3, 5, "block 0"), output
+
+
+def test_an_unequal_pair_ends_the_session_and_names_both(tmp_path: Path) -> None:
+    with serving(tmp_path, "--workers=2") as server:
+        workers = server.join(2)
+        for worker in workers:
+            worker.send_gradient(0, [1.0] * (3 + worker.worker_id), 1.0, 1, 1)
+        for worker in workers:
+            assert worker.is_closed()
+            worker.sock.close()
+        code, output = server.finish()
+    lines = output.strip().splitlines()
+    assert code == 1 and "worker 0: whole vector of step 0 with 3 floats" in lines[-3] and "worker 1: " in lines[-3]
+    assert "Nobody can tell" in lines[-2]
+
+
+def test_workers_that_all_vanish_in_a_step_end_it_with_an_error(tmp_path: Path) -> None:
+    with serving(tmp_path, "--workers=2", "--steps=5") as server:
+        for worker in server.join(2):
+            worker.sock.close()
+        code, output = server.finish()
+    assert code == 1 and "Every worker is gone in step 0" in output
+
+
+def test_ctrl_c_ends_the_session_with_4(tmp_path: Path) -> None:
+    with serving(tmp_path, "--workers=2", "--samples=2") as server:
+        workers = server.join(2)
+        for worker in workers:
+            worker.shard()
+        ctrl_c(server.process)
+        assert [worker.receive() for worker in workers] == [b"\x07", b"\x07"]
+        for worker in workers:
+            worker.sock.close()
+        assert server.finish()[0] == 4
+    assert events(tmp_path / "run", "stopped")
+
+
+def test_a_second_session_moves_the_first_aside(tmp_path: Path) -> None:
+    for _ in range(2):
+        with serving_session(tmp_path) as (server, worker):
+            worker.send_gradient(0, [1.0], 1.0, 1, 1)
+            worker.averaged()
+            worker.receive()
+            worker.sock.close()
+            assert server.finish()[0] == 0
+    assert summary(tmp_path / "run.1")["step"] == summary(tmp_path / "run")["step"] == 1
+
+
+@contextmanager
+def serving_session(cwd: Path) -> Iterator[tuple[Server, PlainWorker]]:
+    if (cwd / "run").exists():
+        process = start("gradient-server", "--bind=127.0.0.1:0", "--run.dir=run", "--workers=1", "--steps=1", cwd=cwd)
+        assert process.stdout and "is now in" in process.stdout.readline()
+        try:
+            server = Server(process, cwd / "run")
+            yield server, PlainWorker(server.address)
+        finally:
+            end_started()
+    else:
+        with serving(cwd, "--workers=1", "--steps=1") as server:
+            yield server, PlainWorker(server.address)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--workers=2", "--bind=0.0.0.0:0"], "A gradient server would take gradients from anyone"),
+        (["--workers=2", "--bind=0.0.0.0:0", "--allow=example"], "--allow names no network"),
+        (["--workers=2", "--bind=192.0.2.1:1", "--allow=10.0.0.0/8"], "cannot listen at 192.0.2.1:1"),
+        (["--workers=2", "--bind=nowhere:port"], "'nowhere:port' is not an address"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_three_lines(tmp_path: Path, options: list[str], what: str) -> None:
+    code, output = andon("gradient-server", *options, cwd=tmp_path)
+    assert code == 1 and what in output and len(output.strip().splitlines()) == 3, output
+
+
+def test_whoever_is_allowed_is_warned_of(tmp_path: Path) -> None:
+    process = start("gradient-server", "--bind=0.0.0.0:0", "--workers=1", "--allow=10.1.0.0/16", cwd=tmp_path)
+    try:
+        assert process.stdout
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert lines[1].startswith("WARNING: Nobody is authenticated: whoever is in 10.1.0.0/16 can take part")
+    finally:
+        end_started()
+
+
+def test_only_this_machine_and_allowed_networks_may_connect() -> None:
+    networks = [ip_network("10.1.0.0/16"), ip_network("fd00::/8")]
+    allowed = ("127.0.0.1", "::1", "::ffff:127.0.0.1", "10.1.2.3", "::ffff:10.1.2.3", "fd00::1%eth0")
+    assert all(is_allowed(host, networks) for host in allowed)
+    assert not any(is_allowed(host, networks) for host in ("10.2.0.1", "192.0.2.1", "::ffff:10.2.0.1", "2001:db8::1"))
+    assert not is_allowed("10.1.2.3", [])
+
+
+def test_a_gradient_server_loads_no_torch() -> None:
+    import sys
+
+    script = "import sys, andon.commands.gradient_server; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def malformed(dice: random.Random) -> bytes:
+    """A frame with a fault: a wrong length, tag, count or text, or nothing but noise."""
+    join = struct.pack("<BI", 1, 5) + b"plain" + struct.pack("<II", 1, 3) + b"cpu"
+    gradient = struct.pack("<BQIQ3ffQQ", 4, 0, 2, 3, 1.0, 2.0, 3.0, 1.0, 1, 1)
+    payload = bytearray(dice.choice((join, gradient)))
+    match dice.randrange(5):
+        case 0:
+            return struct.pack(">I", dice.choice((0, 100_000_001, 2**32 - 1))) + payload
+        case 1:
+            del payload[dice.randrange(1, len(payload)) :]
+        case 2:
+            payload[0] = dice.choice((0, 0x0C, 0x45, 0xFF))
+        case 3:
+            payload[1:5] = struct.pack("<I", dice.choice((2**31, 2**32 - 1, 1 << 20)))
+        case _:
+            payload = bytearray([dice.choice((2, 3, 5, 7, 9, 11))]) + dice.randbytes(dice.randrange(60))
+    return struct.pack(">I", len(payload)) + bytes(payload)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(COUNT, marks=soak)])
+def test_malformed_frames_idle_connections_and_slow_writers_do_no_harm(tmp_path: Path, count: int) -> None:
+    """Strangers attack while ten of twelve workers are still missing: half of them join first, and take the place of
+    one for a moment. Then the ten join, and all do their steps."""
+    with serving(tmp_path, "--workers=12", "--steps=3") as server:
+        honest = server.join(2)
+        process = psutil.Process(server.process.pid)
+        idle = [socket.create_connection(server.address, SECONDS) for _ in range(300)]
+        stop = Event()
+        sizes: list[float] = []
+
+        def trickle() -> None:
+            """A worker that joins a byte at a time, too slowly."""
+            frame = struct.pack(">IBI", 17, 1, 1) + b"w" + struct.pack("<II", 1, 3) + b"cpu"
+            with suppress(OSError), socket.create_connection(server.address, SECONDS) as sock:
+                for byte in frame:
+                    sock.sendall(bytes([byte]))
+                    if stop.wait(1.0):
+                        return
+
+        def attack(turn: int) -> None:
+            dice = random.Random(f"{SEED} {turn}")
+            with suppress(OSError, AssertionError, struct.error):
+                worker = PlainWorker(server.address, "stranger", join=dice.random() < 0.5)
+                with worker.sock:
+                    worker.sock.settimeout(5.0)
+                    worker.sock.sendall(malformed(dice))
+                    worker.sock.shutdown(socket.SHUT_WR)
+                    while worker.sock.recv(1 << 16):
+                        pass
+
+        with ThreadPoolExecutor(8) as pool:
+            slow = [pool.submit(trickle) for _ in range(4)]
+            for part in range(10):
+                list(pool.map(attack, range(part * count // 10, (part + 1) * count // 10)))
+                sizes.append(process.memory_info().rss / (1 << 20))
+            stop.set()
+            for each in slow:
+                each.result(SECONDS)
+        print(f"{count} malformed frames: memory {[round(size) for size in sizes]} MB")
+        assert sizes[-1] - sizes[1] < 20, sizes
+        honest += server.join(10)
+        sent = vectors(12, 10_003)
+
+        def work(worker: PlainWorker) -> None:
+            for step in range(3):
+                worker.send_gradient(step, sent[worker.worker_id], 1.0, 1, 1)
+                assert worker.averaged()[1].tobytes() == sequential_mean(sent).tobytes()
+            worker.receive()
+            worker.sock.close()
+
+        everyone(honest, work)
+        for sock in idle:
+            sock.close()
+        code, output = server.finish()
+    assert code == 0 and "Traceback" not in output, output[-3000:]
+    assert len(output) < 100_000 + 200 * count
