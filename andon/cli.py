@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from andon.errors import UserError
+from andon.transport.address import parse_address
 from andon.transport.base import GroupError
 from andon.version import VERSION
 
@@ -142,7 +142,7 @@ def coordinator(
     from andon.cluster.launch import Door, serve
 
     config = _config(context.args)
-    host, port = _address(bind) if bind else ("", None)
+    host, port = parse_address(bind) if bind else ("", None)
     sys.exit(serve(config, resume, Door(host, port, _tls(tls_cert, tls_key, tls_ca)), _console(lasting=True)))
 
 
@@ -161,7 +161,7 @@ def worker(
     from andon.cluster.worker import Access
     from andon.control.token import token_of_worker
 
-    host, port = _address(address)
+    host, port = parse_address(address)
     tls, console = _tls(tls_cert, tls_key, tls_ca), _console(lasting=True)
 
     def say(text: str) -> None:
@@ -191,7 +191,7 @@ def gradient_server(
     """
     from andon.commands.gradient_server import PORT, Service, parse_networks, serve
 
-    host, port = _address(bind)
+    host, port = parse_address(bind)
     service = Service(
         (host, PORT if port is None else port), workers, steps, samples, parse_networks(allow or []), folder
     )
@@ -485,17 +485,6 @@ def _numbers(option: str, text: str) -> list[int]:
     except ValueError:
         cause = "Numbers are separated by commas"
         raise UserError(f"{option} {text} is not a list of numbers", cause, f"{option} 1,2") from None
-
-
-def _address(text: str) -> tuple[str, int | None]:
-    """The host and, if it is given, the port of HOST, HOST:PORT, an IPv6 address, or [IPv6]:PORT."""
-    found = re.fullmatch(r"\[([0-9a-fA-F:.%\w]+)\](?::([0-9]{1,5}))?|([^:\[\]\s]+)(?::([0-9]{1,5}))?", text, re.ASCII)
-    if not found and re.fullmatch("[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*", text):
-        return text, None
-    port = (found[2] or found[4]) if found else None
-    if not found or (port and int(port) > 65535):
-        raise UserError(f"{text!r} is not an address", "It must be HOST or HOST:PORT", "For example 127.0.0.1:29411")
-    return found[1] or found[3], int(port) if port else None
 
 
 def _tls(cert: str, key: str, ca: str) -> Tls | None:

@@ -138,3 +138,69 @@ class PlainServer:
         self._listener.close()
         self._done.result(SECONDS)
         self._pool.shutdown()
+
+
+class PlainGradientServer:
+    """A server as someone else would write it: it accepts one worker after the other, reads from one after the other,
+    knows only the dialogue of pretraining, and ends at the first thing that it does not expect."""
+
+    def __init__(self, workers: int, blocks: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._workers, self._blocks = workers, blocks
+        self._pool = ThreadPoolExecutor(1)
+        self.steps = 0
+        self._done: Future[None] = self._pool.submit(self._serve)
+
+    def _serve(self) -> None:
+        socks = []
+        for number in range(self._workers):
+            sock, _ = self._listener.accept()
+            plain = PlainSocket(sock)
+            assert plain.receive()[0] == 1
+            plain.send(struct.pack("<BII", 2, number, self._workers))
+            socks.append(plain)
+        while self._one_step(socks):
+            self.steps += 1
+        for plain in socks:
+            plain.sock.close()
+
+    def _one_step(self, socks: list[PlainSocket]) -> bool:
+        for block in reversed(range(self._blocks)):
+            heads = []
+            for plain in socks:
+                try:
+                    heads.append(plain.receive())
+                except AssertionError:
+                    assert block == self._blocks - 1 and not heads, "a worker left in the middle of a step"
+                    return False
+            head = struct.Struct("<BQIIII")
+            shapes = [head.unpack_from(payload) for payload in heads]
+            assert [each[:5] for each in shapes] == [
+                (8, self.steps, number, block, self._blocks) for number in range(len(socks))
+            ]
+            at = head.size + 4 * shapes[0][5]
+            mean = self._mean(heads, at)
+            sizes = heads[0][head.size - 4 : at]
+            for plain in socks:
+                plain.send(struct.pack("<BQI", 9, self.steps, block) + sizes + floats(mean))
+        for component in range(3):
+            payloads = [plain.receive() for plain in socks]
+            for number, payload in enumerate(payloads):
+                assert struct.unpack_from("<BQIB", payload) == (10, self.steps, number, component)
+            mean = self._mean(payloads, 14)
+            for plain in socks:
+                plain.send(struct.pack("<BQB", 11, self.steps, component) + floats(mean))
+        return True
+
+    def _mean(self, payloads: list[bytes], at: int) -> npt.NDArray[np.float32]:
+        (count,) = struct.unpack_from("<Q", payloads[0], at)
+        return sequential_mean([np.frombuffer(payload, "<f4", count, at + 8) for payload in payloads])
+
+    def __enter__(self) -> PlainGradientServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self._done.result(SECONDS)
+        self._pool.shutdown()

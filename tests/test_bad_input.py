@@ -133,7 +133,7 @@ def test_a_branch_of_an_older_checkpoint_needs_a_folder_of_its_own(tmp_path: Pat
     assert train(older, "--train.steps=4", cwd=tmp_path, name="branch") == summary(tmp_path / "run")
 
 
-def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:  # F-DP-004
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The cord: bad gradients and flipped bits stop every rank at once, and are named rightly."""
+"""The cord: bad gradients (F-DP-003) and flipped bits (C-DDP-001, F-DP-001) stop every rank at once, and are named."""
 
 from __future__ import annotations
 

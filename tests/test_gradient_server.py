@@ -15,11 +15,11 @@ import pytest
 from andon.errors import UserError
 from andon.protocol2.client import ServerHalted, ServerShutdown, WorkerClient
 from andon.protocol2.connections import WorkerGone
-from andon.protocol2.dialogue import BLOCK, COMPONENT, WHOLE, Dialogue, Part
-from andon.protocol2.extension import PIECE_FLOATS
 from andon.protocol2.mean import NonFiniteGradient, global_loss
-from andon.protocol2.messages import JoinRequest
 from andon.protocol2.server import GradientServer, WorkersDisagree
+from andon.protocol2.wire.dialogue import BLOCK, COMPONENT, WHOLE, Dialogue, Part
+from andon.protocol2.wire.extension import PIECE_FLOATS
+from andon.protocol2.wire.messages import JoinRequest
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
 from tests.group_harness import busy
 from tests.plain_peers import SECONDS, PlainServer, PlainSocket, PlainWorker, sequential_mean
@@ -254,7 +254,7 @@ def test_an_unequal_pair_is_not_settled_by_blaming_one_of_them() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_gradient_that_is_not_finite_halts_and_names_worker_step_and_place(value: float) -> None:
+def test_a_gradient_that_is_not_finite_halts_and_names_worker_step_and_place(value: float) -> None:  # F-DP-003
     with session(2) as (server, workers):
         workers[1].send_gradient(3, [1.0] * 199_999 + [value], 1.0, 1, 1)
         with pytest.raises(NonFiniteGradient, match=r"halt: worker 1 .* step 3") as caught:

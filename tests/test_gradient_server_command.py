@@ -1,7 +1,7 @@
 """`andon gradient-server`, with workers written from the specification of the wire alone (`tests/plain_peers.py`).
 
 `make soak` runs the long versions: five workers with the longest messages, a worker that computes for 40 s, and 100,000
-malformed frames against a server that honest workers use meanwhile.
+malformed frames against a server that honest workers use meanwhile. (C-WIRE-002, C-SHARD-001)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""C-ONE-001: one answer for any number of workers and transport, and it is the plain loop's answer."""
+"""C-ONE-001, F-DP-001: one answer for any number of workers and transport, and it is the plain loop's answer."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from andon.protocol2 import messages
-from andon.protocol2.extension import EXTENDED, Abilities, AveragedPiece, GradientPiece, Halted, WorkerLost
-from andon.protocol2.heads import Head, decode_head, decode_tail
+from andon.protocol2.wire import messages
+from andon.protocol2.wire.extension import EXTENDED, Abilities, AveragedPiece, GradientPiece, Halted, WorkerLost
+from andon.protocol2.wire.heads import Head, decode_head, decode_tail
 from andon.transport.base import ProtocolError
 from andon.transport.tcp import frames as wire
 

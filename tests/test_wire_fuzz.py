@@ -25,12 +25,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from andon.engine.order import order_of_ranges
-from andon.protocol2 import messages
 from andon.protocol2.client import WorkerClient
 from andon.protocol2.connections import WorkerGone
-from andon.protocol2.dialogue import Dialogue
-from andon.protocol2.extension import EXTENDED, Abilities, AveragedPiece, GradientPiece, Halted, WorkerLost
 from andon.protocol2.server import GradientServer
+from andon.protocol2.wire import messages
+from andon.protocol2.wire.dialogue import Dialogue
+from andon.protocol2.wire.extension import EXTENDED, Abilities, AveragedPiece, GradientPiece, Halted, WorkerLost
 from andon.transport.base import ProtocolError
 from andon.transport.keys import SERVER
 from andon.transport.tcp import frames as wire

@@ -152,6 +152,7 @@ def test_a_step_sends_what_is_planned_and_zero_no_more_than_an_all_reduce(
         by_rank = world.run(sent_in_a_step, tokens, ["off", *POLICIES])
     total = {policy: sum(sent[policy] for sent in by_rank) for policy in by_rank[0]}
     keys = {"train.slots": 4, "workers": size, "group.transport": transport}
+    keys |= {"group.server": "127.0.0.1:1"} if TRANSPORTS[transport].joins_server else {}
     for policy in ("off", "even"):
         config = load(None, {**keys, "zero.policy": policy})
         assert total[policy] == pytest.approx(size * make_plan(config).sent, rel=0.02)

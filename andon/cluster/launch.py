@@ -29,6 +29,7 @@ from andon.run.display import Display, show_error, show_plan
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
 from andon.run.prepare import prepare_tokens
+from andon.transport.address import address_text
 from andon.transport.base import TRANSPORTS, GroupError, PeerLost
 from andon.transport.tcp.entrance.tls import Tls
 
@@ -225,11 +226,6 @@ def _listening(job: Message, workers: int, emit: Emit, credentials: Credentials,
         raise UserError(what, reason, remedy) from None
     with contextlib.closing(coordinator):
         yield coordinator
-
-
-def address_text(host: str, port: int) -> str:
-    """HOST:PORT, as a person types it."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def absolute(config: Config) -> Config:

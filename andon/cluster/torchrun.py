@@ -96,7 +96,7 @@ def own_address() -> str:
 def _settings(config: Config, rendezvous: StoreRendezvous, host: str, stack: contextlib.ExitStack) -> Settings:
     """What the transport needs: keys from ANDON_TOKEN, and for a star a server at rank 0."""
     token = os.environ.pop(VARIABLE, "")
-    settings = Settings(config.group.timeout, config.group.wire, host)
+    settings = Settings(config.group.timeout, config.group.wire, host, config.group.server_address)
     transport = TRANSPORTS[config.group.transport]
     if not token:
         if not transport.needs_server:
@@ -107,7 +107,7 @@ def _settings(config: Config, rendezvous: StoreRendezvous, host: str, stack: con
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank, size = rendezvous.rank, rendezvous.world_size
     keys = credentials.issue(rank, size, generation).sealed(token)
-    server = None
+    server = settings.server
     if transport.needs_server:
         mine = ("", 0)
         if rank == 0:

@@ -157,7 +157,7 @@ def _train(config: Config, tokens: TokenSet, job: Message, client: CoordinatorCl
         config.group.timeout,
         config.group.wire,
         client.host,
-        _server(job, client),
+        config.group.server_address or _server(job, client),
         client.keys,
         access.tls,
         ControlStore(client, config.group.timeout),

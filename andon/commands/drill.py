@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Column, Table
+
+from andon.transport.base import TRANSPORTS
 
 WORKERS = 3
 SMALL = (
@@ -78,9 +81,9 @@ def drill(transport: str, console: Console) -> int:
 
 
 def _inject(each: Drill, transport: str) -> bool:
-    with tempfile.TemporaryDirectory(prefix="andon-drill-") as folder:
+    with tempfile.TemporaryDirectory(prefix="andon-drill-") as folder, _gradient_server(transport, folder) as server:
         run = Path(folder) / "run"
-        options = [f"--run.dir={run}", f"--group.transport={transport}", f"--fault={each.fault}"]
+        options = [f"--run.dir={run}", f"--group.transport={transport}", f"--fault={each.fault}", *server]
         if "buffer=" in each.fault:
             options.append("--zero.policy=off")  # so that every rank has the whole optimizer state
         command = [sys.executable, "-m", "andon", "train", *SMALL, *options]
@@ -88,3 +91,19 @@ def _inject(each: Drill, transport: str) -> bool:
         file = run / "halt.json"
         halt = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return each.stopped(done.returncode, halt, done.stdout + done.stderr)
+
+
+@contextmanager
+def _gradient_server(transport: str, folder: str) -> Iterator[list[str]]:
+    """A server for workers that join one; the option that names it."""
+    if transport not in TRANSPORTS or not TRANSPORTS[transport].joins_server:
+        yield []
+        return
+    options = ["--bind=127.0.0.1:0", f"--workers={WORKERS}", f"--run.dir={folder}/server"]
+    command = [sys.executable, "-m", "andon", "gradient-server", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout
+        try:
+            yield [f"--group.server={process.stdout.readline().split()[2]}"]
+        finally:
+            process.kill()

@@ -16,18 +16,18 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from andon.cluster.launch import address_text
 from andon.cluster.signals import save_on_signal
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
 from andon.protocol2.connections import Network, WorkerGone
-from andon.protocol2.dialogue import WHOLE, Dialogue
 from andon.protocol2.mean import NonFiniteGradient
 from andon.protocol2.server import GradientServer, Mean, WorkersDisagree
+from andon.protocol2.wire.dialogue import WHOLE, Dialogue
 from andon.protocol2.worker import Worker
 from andon.run.display import human_bytes, show_error
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder
+from andon.transport.address import address_text
 from andon.transport.tcp.connect import is_loopback
 
 PORT: Final = 29412
@@ -106,9 +106,11 @@ class Session:
         self.dialogue = Dialogue(0 if service.samples else None)
         self.steps, self.step = 0, 0
         """How many steps are done, and the number of the one that is next or under way."""
-        self.in_step = False
+        self.in_step = self.ended = False
         self.last: Event = {}
         self.lost_workers: list[int] = []
+        self._lost_at = -1
+        """The step in which a worker was lost last."""
 
     def note(self, text: str) -> None:
         """Record a line for the user."""
@@ -123,9 +125,10 @@ class Session:
         """Record at once that a worker is gone: it left when all had done the same steps, or was lost."""
         worker = gone.worker
         begun = self.in_step or any(each.gradients for each in (worker, *self.server.workers))
-        left = gone.cause == "lost" and not begun and self.steps >= max(1, self.service.steps)
+        left = self.ended or (gone.cause == "lost" and not begun and self.steps >= max(1, self.service.steps))
         if not left:
             self.lost_workers.append(worker.worker_id)
+            self._lost_at = self.steps
         self.emit(
             event("lost", rank=worker.worker_id, host=worker.node_id, step=self.step, left=left, reason=str(gone))
         )
@@ -154,11 +157,11 @@ class Session:
         except WorkersDisagree as error:
             self._say_goodbye()
             cause = "Nobody can tell which of them is right, so the session ended before a mean was sent"
-            raise UserError(str(error).capitalize(), cause, "Give all workers the same model") from None
+            raise UserError(_sentence(error), cause, "Give all workers the same model") from None
         except WorkerGone as gone:
-            if self.in_step or self.steps < self.service.steps:
+            if self.in_step or self._lost_at == self.steps or self.steps < self.service.steps:
                 remedy = "Look at the workers' own messages; then start server and workers again"
-                raise UserError(f"Every worker is gone in step {self.step}", str(gone).capitalize(), remedy) from None
+                raise UserError(f"Every worker is gone in step {self.step}", _sentence(gone), remedy) from None
         summary = {key: self.last.get(key) for key in ("loss", "accuracy")}
         seconds = round(time.monotonic() - began, 3)
         self.emit(event("done", step=self.steps, lost=self.lost_workers, seconds=seconds, **summary, **self._service()))
@@ -207,9 +210,15 @@ class Session:
 
     def _say_goodbye(self) -> None:
         """End the session for the workers: whole vectors know a message for it, pretraining only disconnects."""
+        self.ended = True
         if self.dialogue.tag == WHOLE:
             self.server.shutdown_workers()
         self.server.wait_until_left(LEAVE_SECONDS)
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error)
+    return text[:1].upper() + text[1:]
 
 
 class _Totals:

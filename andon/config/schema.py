@@ -13,9 +13,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 from pydantic import model_validator as validator
 
+from andon.errors import UserError
 from andon.integrity.faults import parse as parse_fault
 from andon.model.shape import LARGEST, SHAPES, Shape
 from andon.numerics import Numerics
+from andon.transport.address import parse_address
 from andon.transport.base import TRANSPORTS, fastest_here
 
 Preset = Literal["tiny", "30m", "124m", "350m", "1b"]
@@ -153,10 +155,33 @@ class GroupConfig(Section):
     """How gradients are exchanged; `auto` takes the fastest that is available."""
     wire: Literal["f32", "bf16"] = "f32"
     """Format of gradients on the wire."""
+    server: str = ""
+    """HOST:PORT of the gradient server that the workers join, for `protocol2`."""
     timeout: Seconds = 60.0
     """Seconds without progress after which a peer counts as stalled."""
     mixed: bool = False
     """Let machines that compute other bits train together: each weight is then updated by one of them only."""
+
+    @property
+    def server_address(self) -> tuple[str, int] | None:
+        """The gradient server's host and port, if the workers join one."""
+        host, port = parse_address(self.server) if self.server else ("", None)
+        return (host, port) if port is not None else None
+
+    @validator(mode="after")
+    def _names_its_server(self) -> Self:
+        try:
+            complete = not self.server or self.server_address is not None
+        except UserError:
+            complete = False
+        if not complete:
+            raise ValueError(f"group.server = {self.server!r} is not HOST:PORT")
+        known = TRANSPORTS.get(self.transport)
+        if known and known.joins_server and not self.server:
+            raise ValueError(f"group.transport {self.transport} needs group.server, the HOST:PORT of a gradient server")
+        if self.server and not (known and known.joins_server):
+            raise ValueError(f"group.server is for group.transport protocol2, not {self.transport}")
+        return self
 
 
 class ZeroConfig(Section):

@@ -3,7 +3,8 @@
 The tokens are cut into *windows* of `context` tokens (plus the one that follows). Every k-th window is held
 out for validation. Each epoch visits every training window exactly once, in the order of a keyed permutation
 that is computed and never stored: a Feistel network over the next power of four, applied until the result is
-in range. The samples of a step are dealt to its slots in turn (C-SHARD-001).
+in range. The samples of a step are dealt to its slots in turn (C-SHARD-001), and an epoch
+uses every training window once (F-DP-002).
 """
 
 from typing import Protocol

@@ -56,7 +56,10 @@ class Exchange:
         """Whether an optimizer has decided who gets which part of the gradients."""
         self._sums = GradientSums(arena, membership.slots)
         self._tasks: list[Future[None]] = []
+        self._ready: dict[int, tuple[Merges, Tensor]] = {}
         self._bad: list[str] = []
+        units = arena.layout.units
+        self._turns = membership.group.exchange_order([(unit.name, unit.sizes) for unit in units])
 
     def own(self, ownership: Ownership) -> None:
         """Decide who gets which part of every reduced gradient."""
@@ -74,6 +77,11 @@ class Exchange:
 
     def submit(self, unit: int, merges: Merges, rows: Tensor) -> None:
         """A unit is ready in this rank's rows: it has its turn after those before it."""
+        self._ready[unit] = (merges, rows)
+        while len(self._tasks) < len(self._turns) and (turn := self._turns[len(self._tasks)]) in self._ready:
+            self._begin(turn, *self._ready.pop(turn))
+
+    def _begin(self, unit: int, merges: Merges, rows: Tensor) -> None:
         before = self._tasks[-1] if self._tasks else None
         self.seconds = self.seconds if before else 0.0
         if len(self.arena.layout.units) == 1:  # nothing is left for backward to do meanwhile

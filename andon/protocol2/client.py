@@ -11,11 +11,11 @@ from typing import Any, Final, Self, TypeVar
 import numpy as np
 
 from andon.errors import UserError
-from andon.protocol2 import messages
-from andon.protocol2.dialogue import WHOLE, Part
-from andon.protocol2.extension import MARK, Abilities, AveragedPiece, GradientPiece, Halted, WorkerLost
 from andon.protocol2.heartbeat import HeartbeatThread
 from andon.protocol2.link import Link, Move
+from andon.protocol2.wire import messages
+from andon.protocol2.wire.dialogue import WHOLE, Part
+from andon.protocol2.wire.extension import MARK, Abilities, AveragedPiece, GradientPiece, Halted, WorkerLost
 from andon.transport.base import GroupError, ProtocolError
 from andon.transport.tcp.frames import MAX_FRAME, Buffer, Floats, Message, encode
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import Final, Literal
 
-from andon.protocol2.extension import WorkerLost
-from andon.protocol2.messages import VERSION_2, JoinRequest
+from andon.protocol2.wire.extension import WorkerLost
+from andon.protocol2.wire.messages import VERSION_2, JoinRequest
 from andon.protocol2.worker import Gradient, Worker
 from andon.transport.base import GroupError, ProtocolError
 from andon.transport.tcp.connect import listen, prepare

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Final
 
-from andon.protocol2.extension import EXTENDED
+from andon.protocol2.wire.extension import EXTENDED
 from andon.protocol2.worker import notice_dead_host
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
 from andon.transport.keys import SERVER

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from andon.protocol2.connections import Connections, Network, WorkerGone
-from andon.protocol2.dialogue import Dialogue, Part, answer
-from andon.protocol2.extension import PIECE_FLOATS, Abilities, Halted
 from andon.protocol2.mean import Flaw, NonFiniteGradient, find_flaw, global_loss, mean_of
-from andon.protocol2.messages import JoinAccepted, ShardAssignment, Shutdown
+from andon.protocol2.wire.dialogue import Dialogue, Part, answer
+from andon.protocol2.wire.extension import PIECE_FLOATS, Abilities, Halted
+from andon.protocol2.wire.messages import JoinAccepted, ShardAssignment, Shutdown
 from andon.protocol2.worker import Gradient, Worker
 from andon.transport.base import GroupTimeout, ProtocolError
 from andon.transport.tcp.frames import Floats, Message

@@ -4,7 +4,7 @@ Everything is read as it arrives, so that the end of a connection is seen at onc
 worker may send one gradient while another one of it waits; then it is not read from until that one was taken.
 
 A peer of another implementation never sends a heartbeat and may compute for minutes: the kernel's keepalive and user
-timeout find a host that is gone. A worker of ours (`andon.protocol2.extension`) sends heartbeats, so its silence
+timeout find a host that is gone. A worker of ours (`andon.protocol2.wire.extension`) sends heartbeats, so its silence
 counts. A frame that has begun must go on in either case.
 """
 
@@ -18,10 +18,10 @@ from typing import Any, Final
 import numpy as np
 
 from andon.errors import harmless
-from andon.protocol2.dialogue import Part, part_of
-from andon.protocol2.extension import MARK
-from andon.protocol2.heads import decode_tail, read_head
-from andon.protocol2.messages import Heartbeat, JoinRequest
+from andon.protocol2.wire.dialogue import Part, part_of
+from andon.protocol2.wire.extension import MARK
+from andon.protocol2.wire.heads import decode_tail, read_head
+from andon.protocol2.wire.messages import Heartbeat, JoinRequest
 from andon.transport.tcp.frames import Floats, Message, encode
 from andon.transport.tcp.stream import MessageReader, StreamFailed
 

@@ -188,7 +188,7 @@ def _other_settings(config: Config) -> Iterator[dict[str, Any]]:
         yield {"train.micro_batch": micro_batch // 2, "train.slots": 2 * slots}
     yield {"train.weights": "f32" if config.train.weights == "bf16" else "bf16"}
     for name, transport in TRANSPORTS.items() if workers > 1 else ():
-        if transport.connects and name != config.group.transport:
+        if transport.connects and not transport.joins_server and name != config.group.transport:
             yield {"group.transport": name}
     if workers > 1 and config.group.wire == "f32" and TRANSPORTS[config.group.transport].rounds_on_wire:
         yield {"group.wire": "bf16"}
@@ -199,4 +199,6 @@ def _with(config: Config, keys: dict[str, Any]) -> Config:
     values = config.model_dump()
     if keys.get("workers", 1) > 1 and not TRANSPORTS[config.group.transport].connects:
         values["group"]["transport"] = "auto"
+    if "group.transport" in keys:
+        values["group"]["server"] = ""
     return build(values, keys).on_this_machine()

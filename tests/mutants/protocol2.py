@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         "server-accepts-other-steps",
         "A gradient of another step is averaged.",
-        "protocol2/dialogue.py",
+        "protocol2/wire/dialogue.py",
         "if part.step != self._next.step:",
         "if part.step < 0:",
         (f"{SERVER}test_who_breaks_the_protocol_is_named_and_dropped_and_the_others_go_on",),
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "server-accepts-impostors",
         "A worker may speak for another.",
-        "protocol2/dialogue.py",
+        "protocol2/wire/dialogue.py",
         "if values[1] != worker_id:",
         "if values[1] < 0:",
         (f"{SERVER}test_who_breaks_the_protocol_is_named_and_dropped_and_the_others_go_on",),
@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "server-accepts-other-blocks",
         "The gradient of another block is averaged.",
-        "protocol2/dialogue.py",
+        "protocol2/wire/dialogue.py",
         "if part.tag != self._next.tag or part.index != self._next.index:",
         "if part.tag != self._next.tag:",
         (f"{SERVER}test_a_part_that_does_not_come_now_is_refused",),
@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "server-accepts-component-3",
         "There are more than three components.",
-        "protocol2/dialogue.py",
+        "protocol2/wire/dialogue.py",
         "if part.tag == COMPONENT and part.index >= len(COMPONENTS):",
         "if part.tag == COMPONENT and part.index >= 256:",
         (f"{SERVER}test_a_part_that_does_not_come_now_is_refused",),
@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         "components-before-blocks-end",
         "The components follow the second block from the front.",
-        "protocol2/dialogue.py",
+        "protocol2/wire/dialogue.py",
         "Part(BLOCK, part.step, part.index - 1) if part.index else",
         "Part(BLOCK, part.step, part.index - 1) if part.index > 1 else",
         (f"{SERVER}test_blocks_in_reverse_order_and_then_components",),
@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "endless-heads",
         "A message may have a head of any length.",
-        "protocol2/heads.py",
+        "protocol2/wire/heads.py",
         "if head > LONGEST_HEAD:",
         "if head < 0:",
         (f"{SERVER}test_who_breaks_the_protocol_is_named_and_dropped_and_the_others_go_on",),

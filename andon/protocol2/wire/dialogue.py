@@ -3,15 +3,15 @@
 A *part* is what the workers send before they wait for its mean. In the dialogue of fine-tuning a step has one part, the
 whole vector. In that of pretraining it has the blocks from the last to the first and then the components: 0 LM head, 1
 final norm, 2 embedding. There is no version field, so a session follows the first part that its workers send. A part
-above 100 MB travels in pieces between Andon's own peers (`andon.protocol2.extension`), and each has its own mean.
+above 100 MB travels in pieces between Andon's own peers (`andon.protocol2.wire.extension`), and each has its own mean.
 """
 
 from dataclasses import dataclass, replace
 from typing import Final
 
-from andon.protocol2 import messages
-from andon.protocol2.extension import AveragedPiece, GradientPiece
-from andon.protocol2.heads import Head
+from andon.protocol2.wire import messages
+from andon.protocol2.wire.extension import AveragedPiece, GradientPiece
+from andon.protocol2.wire.heads import Head
 from andon.transport.base import ProtocolError
 from andon.transport.tcp.frames import Floats, Message
 

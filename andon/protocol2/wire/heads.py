@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from andon.protocol2.extension import EXTENDED
+from andon.protocol2.wire.extension import EXTENDED
 from andon.transport.base import ProtocolError
 from andon.transport.tcp.frames import LENGTH, MAX_FRAME, NUMBERS, Buffer, Message, PayloadReader, Short, payload_length
 

@@ -8,7 +8,7 @@ message that version 2 does not have.
 
 from typing import Final
 
-from andon.protocol2.messages import VERSION_2
+from andon.protocol2.wire.messages import VERSION_2
 from andon.transport.tcp.frames import Floats, Message, Protocol, message
 
 EXTENDED: Final[Protocol] = dict(VERSION_2)
