@@ -139,6 +139,8 @@ APPENDED = {
     "torchrun": [*SMALL, "--train.steps=2"],
 }
 """What makes a command short; its own words stay as they are."""
+ELSEWHERE = ("andon coordinator", "andon worker", "andon gradient-server")
+"""Commands that are run together with others: `tests/test_machines.py`, `tests/test_protocol2_group.py`."""
 ROW = {"transport", "ranks", "mb", "ms", "gloo_ms", "ratio", "cpu_s_per_gb"}
 
 
@@ -178,7 +180,7 @@ def execute(line: str, folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "line", [line for line in commands() if not line.startswith(("andon coordinator", "andon worker"))]
+    "line", [line for line in commands() if not line.startswith(ELSEWHERE) and "--group.server" not in line]
 )
 def test_every_command_in_the_documents_runs(workplace: Path, tmp_path: Path, line: str) -> None:
     for placeholder, value in SUBSTITUTES.items():

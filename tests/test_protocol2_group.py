@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +27,7 @@ from tests.plain_peers import PlainGradientServer
 from tests.runs import SMALL, andon, end_started, events, start, summary, train, wait_for_step
 from tests.test_gradient_server_command import Server
 
+ROOT = Path(__file__).parent.parent
 BLOCKS = 2  # of the small model
 
 
@@ -133,6 +140,42 @@ def test_the_server_is_named_exactly_where_it_is_needed(keys: dict[str, str], co
     with pytest.raises(UserError, match=complaint):
         load(None, {"workers": 2, **keys})
     assert load(None, {"group.transport": "protocol2", "group.server": "[::1]:5"}).group.server_address == ("::1", 5)
+
+
+PAGE = (ROOT / "docs" / "protocol2.md").read_text()
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```\n(.*?)^```", PAGE, re.M | re.S)
+    first, second = (shlex.split(line)[1:] for line in block.splitlines())
+    assert (first[0], second[0]) == ("gradient-server", "train")
+    with closing(socket.create_server(("127.0.0.1", 0))) as found:
+        port = str(found.getsockname()[1])
+    first, second = ([word.replace("29412", port) for word in words] for words in (first, second))
+    try:
+        server = Server(start(*first, cwd=tmp_path), tmp_path / "runs" / "gradient-server")
+        code, output = andon(*second, *SMALL, cwd=tmp_path)
+        assert code == 0, output
+        assert server.finish()[0] == 0
+    finally:
+        end_started()
+
+
+def test_the_python_example_of_the_page_runs(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    means: list[float] = []
+    with gradient_server(tmp_path, 2, "--steps=2", "--samples=7") as server:
+
+        def backward(samples: range) -> tuple[Any, float, int]:
+            return np.full(3, len(samples), np.float32), 1.0, 1
+
+        names = {"backward": backward, "update": lambda mean: means.append(float(mean[0]))}
+        script = example.replace('("127.0.0.1", 29412)', repr(server.address))
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(exec, script, dict(names)) for _ in range(2)]:
+                done.result(20)
+        assert server.finish()[0] == 0
+    assert means == [3.5] * 4
 
 
 UNITS = [("lm_head", (6,)), ("model.norm", (2,)), ("model.layers.1", (3, 1)), ("model.layers.0", (3, 1))]
