@@ -139,6 +139,35 @@ def test_no_samples_make_no_loss() -> None:
         assert (mean.loss, mean.total, len(mean.gradients)) == (0.0, 0, 0)
 
 
+def test_a_worker_may_send_before_all_have_joined() -> None:
+    with GradientServer() as server, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(server.wait_for_workers, 2, SECONDS)
+        early = PlainWorker(server.address)
+        early.send_block(0, 0, [1], [1.0], blocks=1)
+        late = PlainWorker(server.address)
+        joining.result(SECONDS)
+        late.send_block(0, 0, [1], [3.0], blocks=1)
+        server.broadcast(server.collect(Dialogue()))
+        for worker in (early, late):
+            assert worker.averaged_block()[3].tolist() == [2.0]
+            worker.sock.close()
+
+
+def test_the_place_of_a_worker_that_leaves_before_all_have_joined_is_free_again() -> None:
+    with GradientServer() as server, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(server.wait_for_workers, 3, SECONDS)
+        workers = [PlainWorker(server.address) for _ in range(2)]
+        workers[0].sock.close()
+        until = time.monotonic() + SECONDS
+        while len(server.workers) > 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        workers += [PlainWorker(server.address) for _ in range(2)]
+        joining.result(SECONDS)
+        assert [worker.worker_id for worker in workers] == [0, 1, 0, 2]
+        for worker in workers:
+            worker.sock.close()
+
+
 def test_heartbeats_are_welcome_at_any_point() -> None:
     with session(2) as (server, workers):
         dialogue = Dialogue()

@@ -34,6 +34,8 @@ PORT: Final = 29412
 """Where a gradient server listens, unless told otherwise."""
 LINE_EVERY: Final = 2.0
 """Seconds between lines about steps."""
+MOST_LINES: Final = 100
+"""Lines about workers that come and go before the session begins."""
 LEAVE_SECONDS: Final = 5.0
 """How long the workers have at the end to read what they were sent."""
 
@@ -106,9 +108,10 @@ class Session:
         self.dialogue = Dialogue(0 if service.samples else None)
         self.steps, self.step = 0, 0
         """How many steps are done, and the number of the one that is next or under way."""
-        self.in_step = self.ended = False
+        self.begun = self.in_step = self.ended = False
         self.last: Event = {}
         self.lost_workers: list[int] = []
+        self._said = 0
         self._lost_at = -1
         """The step in which a worker was lost last."""
 
@@ -117,13 +120,22 @@ class Session:
         self.emit(event("note", text=text))
 
     def joined(self, worker: Worker) -> None:
-        """Record a worker that has joined."""
-        facts = {"address": worker.address, "gpus": worker.gpu_count, "backend": worker.backend}
-        self.emit(event("worker", rank=worker.worker_id, host=worker.node_id, **facts))
+        """Say who has joined; it is recorded when all have, because anyone may come and go until then."""
+        self._say_early(f"{_sentence(worker)} joined: {worker.gpu_count} GPUs, {worker.backend}")
+
+    def _say_early(self, text: str) -> None:
+        self._said += 1
+        if self._said <= MOST_LINES:
+            self.note(text)
+        elif self._said == MOST_LINES + 1:
+            self.note("Many workers come and go: nothing more is said of them until all have joined")
 
     def lost(self, gone: WorkerGone) -> None:
         """Record at once that a worker is gone: it left when all had done the same steps, or was lost."""
         worker = gone.worker
+        if not self.begun:
+            self._say_early(_sentence(gone))
+            return
         begun = self.in_step or any(each.gradients for each in (worker, *self.server.workers))
         left = self.ended or (gone.cause == "lost" and not begun and self.steps >= max(1, self.service.steps))
         if not left:
@@ -144,7 +156,7 @@ class Session:
         began = time.monotonic()
         try:
             server.wait_for_workers(self.service.workers, joined=self.joined)
-            self.emit(event("start", step=0, workers=self.service.workers, samples=self.service.samples))
+            self._begin()
             while self.steps < (self.service.steps or math.inf) and server.workers:
                 self._serve_step()
             self._say_goodbye()
@@ -166,6 +178,13 @@ class Session:
         seconds = round(time.monotonic() - began, 3)
         self.emit(event("done", step=self.steps, lost=self.lost_workers, seconds=seconds, **summary, **self._service()))
         return 0
+
+    def _begin(self) -> None:
+        self.begun = True
+        for worker in self.server.workers:
+            facts = {"address": worker.address, "gpus": worker.gpu_count, "backend": worker.backend}
+            self.emit(event("worker", rank=worker.worker_id, host=worker.node_id, **facts))
+        self.emit(event("start", step=0, **self._service()))
 
     def _service(self) -> dict[str, Any]:
         return {"workers": self.service.workers, "samples": self.service.samples}
@@ -216,8 +235,8 @@ class Session:
         self.server.wait_until_left(LEAVE_SECONDS)
 
 
-def _sentence(error: Exception) -> str:
-    text = str(error)
+def _sentence(said: object) -> str:
+    text = str(said)
     return text[:1].upper() + text[1:]
 
 
@@ -270,10 +289,6 @@ class _Lines:
 
     def _on_note(self, event: Event) -> tuple[str, str]:
         return "dim", event["text"]
-
-    def _on_worker(self, event: Event) -> tuple[str, str]:
-        where = f"{event['host']} at {event['address']}"
-        return "", f"Worker {event['rank']} joined: {where}, {event['gpus']} GPUs, {event['backend']}"
 
     def _on_start(self, event: Event) -> tuple[str, str]:
         return "", f"All {event['workers']} workers have joined"

@@ -51,21 +51,30 @@ class Protocol2Group(RingGroup):
     """A rank that is a worker of a gradient server."""
 
     transport = "protocol2"
-    _client: WorkerClient
 
     def __init__(self, *ring: Any) -> None:
         super().__init__(*ring)
+        self._client: WorkerClient | None = None
         self._step = 0
         self._parts: list[tuple[Part, bool]] = []
         """The parts of a step, if a model has said what it exchanges, and whether a unit belongs to each."""
         self._next = 0
+        self._units, self._reduced = 1, 0
+        """How many units a step has, and how many of them are reduced."""
         self._halted: ServerHalted | None = None
+
+    @property
+    def client(self) -> WorkerClient:
+        """This rank as a worker of the server."""
+        assert self._client is not None, "the group is not open"
+        return self._client
 
     @classmethod
     def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
         """Connect to the other ranks, and join the server in turn."""
         if settings.server is None:
-            raise ValueError("transport 'protocol2' needs the address of its server")
+            cause = "Its workers join a gradient server that is there already"
+            raise UserError("Transport 'protocol2' needs the address of its server", cause, "Give --group.server")
         group = super().open(rendezvous, settings)
         try:
             for turn in range(group.world_size):
@@ -89,9 +98,10 @@ class Protocol2Group(RingGroup):
             length = sum(units[found[name]][1]) if name in found else 0
             parts.append((Part(COMPONENT, 0, component, length=length), name in found))
         for part, _ in parts:
-            if 4 * (part.length + len(part.sizes)) + LONGEST_HEAD > MAX_FRAME and not self._client.piece_floats:
+            if 4 * (part.length + len(part.sizes)) + LONGEST_HEAD > MAX_FRAME and not self.client.piece_floats:
                 raise too_long(part.length)
         self._parts, self._next = parts, 0
+        self._units, self._reduced = len(units), 0
         return blocks + [found[name] for name in COMPONENT_UNITS if name in found]
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
@@ -102,7 +112,7 @@ class Protocol2Group(RingGroup):
         self._sum("reduce-scatter", nodes, order)
 
     def leave(self) -> None:
-        if hasattr(self, "_client"):
+        if self._client:
             self._client.close()
         super().leave()
 
@@ -111,16 +121,16 @@ class Protocol2Group(RingGroup):
         place = address_text(*server)
         request = JoinRequest(f"{socket.gethostname()} rank {self.rank}", 0, "cpu")
         try:
-            self._client = WorkerClient(server, request, mover=self._mover)
+            client = self._client = WorkerClient(server, request, mover=self._mover)
         except GroupError as error:
             remedy = f"Start one there with `andon gradient-server --workers {self.world_size}`, and then this run"
             return [f"The gradient server at {place} cannot be joined", str(error), remedy]
-        if self._client.total_workers != self.world_size:
+        if client.total_workers != self.world_size:
             cause = "The mean would be taken over workers that are not of this run"
-            what = f"The gradient server at {place} serves {self._client.total_workers} workers, not {self.world_size}"
+            what = f"The gradient server at {place} serves {client.total_workers} workers, not {self.world_size}"
             return [what, cause, f"Start it with --workers {self.world_size}, or give the run as many --workers"]
-        if self._client.worker_id != self.rank:
-            what = f"Rank {self.rank} is worker {self._client.worker_id} of the gradient server at {place}"
+        if client.worker_id != self.rank:
+            what = f"Rank {self.rank} is worker {client.worker_id} of the gradient server at {place}"
             return [what, "A worker that is not of this run has joined it, too", "Start the server again"]
         return []
 
@@ -148,24 +158,26 @@ class Protocol2Group(RingGroup):
             round_as(self.wire, total)
 
     def _average(self, mine: Floats, operation: str) -> Floats:
-        """The mean of the next part. A server that halts has found what this run finds, too: it gets NaN until the end
-        of the step, and halts with the findings of all ranks."""
-        first = self._next == 0
-        if self._halted and first:
+        """The mean of the next part. A server that halts has found what this run finds, too: until the end of the step
+        the mean is NaN, so that the run halts with the findings of all ranks."""
+        if self._halted and self._reduced == 0:
             raise self._halted
+        mean = np.full_like(mine, math.nan)
         try:
-            mean = self._average_next(mine) if not self._halted else None
+            if not self._halted:
+                mean = self._average_next(mine)
         except ServerHalted as halted:
-            self._halted, mean = halted, None
-        for rank, reason in self._client.lost.items():
+            self._halted = halted
+        for rank, reason in self.client.lost.items():
             raise self._detector.publish_verdict(Broken("lost", rank, reason), operation, 0.0)
+        self._reduced = (self._reduced + 1) % self._units
         self.bytes_sent += mine.nbytes
-        return np.full_like(mine, math.nan) if mean is None else mean
+        return mean
 
     def _average_next(self, mine: Floats) -> Floats:
         if not self._parts:
             self._step += 1
-            return self._client.average(self._step - 1, mine)[0]
+            return self.client.average(self._step - 1, mine)[0]
         self._skip_empty()
         mean = self._exchange(mine)
         self._skip_empty()
@@ -185,5 +197,5 @@ class Protocol2Group(RingGroup):
         part = replace(part, step=self._step)
         self._next += 1
         if part.tag == BLOCK:
-            return self._client.average_block(part, mine)
-        return self._client.average_component(part, mine)
+            return self.client.average_block(part, mine)
+        return self.client.average_component(part, mine)

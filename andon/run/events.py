@@ -1,7 +1,8 @@
 """Events: the one record of a run; everything that shows a run reads them.
 
 An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds: `worker` ·
-`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `stopped` · `halt` · `done`.
+`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `stopped` · `halt` · `done`, and in the
+session of a gradient server also `lost`; its `start`, `step` and `done` say what such a server knows.
 `metrics.jsonl` holds them all. `summary.json` holds the last `done`, `halt.json` the last `halt`.
 """
 
