@@ -310,12 +310,19 @@ def test_a_sum_that_overflows_halts_and_names_the_worker_at_which_it_did() -> No
         assert (caught.value.flaw.first, caught.value.flaw.kind) == (1, "Inf")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_a_loss_that_is_not_finite_halts_too(value: float) -> None:
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (float("nan"), "worker 0 sent a non-finite gradient"),
+        (float("inf"), "worker 0 sent a non-finite gradient"),
+        (3e38, "worker 1 makes the mean loss non-finite"),  # times 100 samples
+    ],
+)
+def test_a_loss_that_is_not_finite_halts_too(value: float, complaint: str) -> None:
     with session(2) as (server, workers):
         for worker in workers:
-            worker.send_gradient(3, [1.0], value if worker.worker_id == 1 else 1.0, 1, 100)
-        with pytest.raises(NonFiniteGradient, match=r"worker 1 .* step 3 .loss"):
+            worker.send_gradient(3, [1.0], value if worker.worker_id == 0 else 1.0, 1, 100)
+        with pytest.raises(NonFiniteGradient, match=rf"{complaint} at step 3 .loss"):
             server.collect(Dialogue())
 
 

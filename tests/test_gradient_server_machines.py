@@ -34,10 +34,12 @@ def work(host: Host, cwd: Path, seconds: float) -> subprocess.Popen[str]:
 def line(process: subprocess.Popen[str], text: str) -> None:
     """Wait for a line of a process."""
     assert process.stdout
+    seen = ""
     for each in process.stdout:
+        seen += each
         if text in each:
             return
-    raise AssertionError(f"it ended without {text!r}")
+    raise AssertionError(f"it ended without {text!r}: {seen}")
 
 
 def test_only_hosts_of_an_allowed_network_can_take_part(tmp_path: Path) -> None:

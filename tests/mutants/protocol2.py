@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutant
 
 SERVER = "test_gradient_server.py::"
+GROUP = "test_protocol2_group.py::"
 COMMAND = "test_gradient_server_command.py::"
 MUTANTS = [
     Mutant(
@@ -198,6 +199,46 @@ MUTANTS = [
         "mean[start : start + len(piece)], loss =",
         "mean[: len(piece)], loss =",
         (f"{SERVER}test_our_own_peers_exchange_what_is_too_long_for_a_message_in_pieces",),
+    ),
+    Mutant(
+        "ranks-get-the-mean",
+        "A rank of a protocol 2 group gets the mean where the sum is due.",
+        "protocol2/group.py",
+        "np.float32(self.world_size), out=total.numpy()",
+        "np.float32(1), out=total.numpy()",
+        (f"{GROUP}test_a_run_over_our_server_gives_the_answer",),
+    ),
+    Mutant(
+        "server-of-others",
+        "Ranks join a server that also serves workers of another run.",
+        "protocol2/group.py",
+        "if client.total_workers != self.world_size:",
+        "if client.total_workers < 0:",
+        (f"{GROUP}test_a_server_that_is_not_there_or_serves_others_is_refused_in_three_lines",),
+    ),
+    Mutant(
+        "empty-components-not-sent",
+        "A component that the model does not have is left out of the dialogue.",
+        "protocol2/group.py",
+        "            self._exchange(np.empty(0, np.float32))\n",
+        "            self._next += 1\n",
+        (f"{GROUP}test_blocks_come_first_and_missing_components_are_empty",),
+    ),
+    Mutant(
+        "units-as-they-are-ready",
+        "Units are exchanged as backward finishes them, not in the order that the group asks for.",
+        "engine/exchange.py",
+        "(turn := self._turns[len(self._tasks)]) in self._ready",
+        "(turn := len(self._tasks)) in self._ready",
+        (f"{GROUP}test_a_run_over_our_server_gives_the_answer",),
+    ),
+    Mutant(
+        "mean-is-the-sum",
+        "andon.mean gives the sum.",
+        "transport/mean.py",
+        "    flat.div_(group.world_size)\n",
+        "",
+        ("test_ring.py::test_the_mean_is_the_same_on_every_rank",),
     ),
     Mutant(
         "endless-heads",
