@@ -143,7 +143,10 @@ def coordinator(
 
     config = _config(context.args)
     host, port = parse_address(bind) if bind else ("", None)
-    sys.exit(serve(config, resume, Door(host, port, _tls(tls_cert, tls_key, tls_ca)), _console(lasting=True)))
+    tls = _tls(tls_cert, tls_key, tls_ca)
+    if tls:
+        tls.check_accepts()
+    sys.exit(serve(config, resume, Door(host, port, tls), _console(lasting=True)))
 
 
 @app.command(epilog=EXIT_CODES)

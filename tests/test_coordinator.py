@@ -17,7 +17,9 @@ from typing import cast
 
 import pytest
 import torch
+from rich.console import Console
 
+from andon.cluster.launch import run_folder
 from andon.cluster.session import refuse_mixed_devices
 from andon.cluster.worker import in_own_folder
 from andon.config.load import build
@@ -27,10 +29,10 @@ from andon.control.files import Receiver
 from andon.control.link import ControlLink
 from andon.control.members import Worker, seats
 from andon.control.stragglers import Stragglers
-from andon.control.token import Credentials
+from andon.control.token import Credentials, token_of_run
 from andon.data.build import Corpus, find, prepare, receive
 from andon.errors import UserError
-from andon.transport.base import ProtocolError
+from andon.transport.base import PeerLost, ProtocolError
 from tests.group_harness import busy
 from tests.runs import SMALL, andon, events, start, summary, train, wait_for_step
 from tests.thread_group import thread_groups
@@ -85,12 +87,15 @@ def test_workers_started_by_hand_give_the_answer(tmp_path: Path, answer: str, tr
 
 
 @pytest.mark.parametrize("transport", ["star", "ring", "torch"])
-def test_workers_may_come_later_than_any_timeout(tmp_path: Path, answer: str, transport: str) -> None:
-    options = ["--workers=2", f"--group.transport={transport}", "--group.timeout=2"]
+@pytest.mark.parametrize(("timeout", "late"), [(2, 2.5), pytest.param(60, 90.0, marks=pytest.mark.soak)])
+def test_workers_may_come_later_than_any_timeout(
+    tmp_path: Path, answer: str, transport: str, timeout: int, late: float
+) -> None:
+    options = ["--workers=2", f"--group.transport={transport}", f"--group.timeout={timeout}"]
     with coordinating(tmp_path, *options) as (coordinator, address):
-        time.sleep(2.5)
+        time.sleep(late)
         first = start("worker", address, cwd=tmp_path)
-        time.sleep(2.5)
+        time.sleep(late)
         second = start("worker", address, cwd=tmp_path)
         assert end(first) and first.returncode == 0 and end(second) and second.returncode == 0
         end(coordinator, 30)
@@ -299,6 +304,68 @@ def test_a_rank_that_is_lost_before_the_run_begins_is_free_again() -> None:
         for client in (second, third):
             client.leave(0)
         assert coordinator.wait() == 0
+
+
+def test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_for_it() -> None:
+    with closing(Coordinator(JOB, 2, lambda event: None, credentials())) as coordinator:
+        waits, fails = clients = [join(coordinator.address, TOKEN, rank)[1] for rank in range(2)]
+        for client in clients:
+            client.enter({"data": "digest", "folder": "mark"})
+        assert all(client.wait_for_all() for client in clients)
+        waits._leaving = True  # being told must not end the tests
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(waits.exchange, "ring", "here")
+            fails.fail("Rank 1 stopped: ImportError", "An unexpected error", "Look there")
+            fails.leave(1)
+            with pytest.raises(PeerLost, match="rank 1 was lost during forming the group"):
+                waiting.result(10)
+        waits.leave(1)
+        assert coordinator.wait() == 1
+        assert coordinator.failures[0].what == "Rank 1 stopped: ImportError"
+
+
+def test_a_new_run_in_the_same_folder_keeps_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANDON_TOKEN")
+    config = build({}, {"run.dir": str(tmp_path / "run")})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    token = token_of_run(tmp_path / "run")
+    with run_folder(config, "none", Console(quiet=True)):
+        assert (tmp_path / "run.1").exists() and token_of_run(tmp_path / "run") == token
+
+
+@pytest.mark.parametrize(
+    ("variables", "cause"),
+    [
+        ({"RANK": "x"}, "RANK is 'x'"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+        ({"ANDON_TOKEN": "short"}, "ANDON_TOKEN has 5 characters"),
+    ],
+)
+def test_an_environment_that_torchrun_would_not_give_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], cause: str
+) -> None:
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **variables}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    code, output = andon("train", *SMALL, "--run.dir=run", "--group.transport=ring", cwd=tmp_path)
+    assert code == 1 and cause in output and "Traceback" not in output, output
+
+
+def test_under_torchrun_ranks_with_other_tokens_do_not_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    processes = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("ANDON_TOKEN", f"the token of rank number {rank}")
+        processes.append(start("train", *SMALL, f"--run.dir=run{rank}", "--group.transport=torch", cwd=tmp_path))
+    outputs = [end(process) for process in processes]
+    assert all(process.returncode == 1 for process in processes), outputs
+    assert any("does not know the run's token" in output for output in outputs), outputs
 
 
 def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it(tmp_path: Path) -> None:

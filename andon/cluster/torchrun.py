@@ -22,7 +22,7 @@ from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
 from andon.config.load import build
 from andon.config.schema import Config
-from andon.control.token import VARIABLE, Credentials, new_token
+from andon.control.token import VARIABLE, Credentials, checked, new_token
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, UserError
 from andon.integrity.halt import JidokaHalt
 from andon.run.events import Emit, event, no_event
@@ -35,8 +35,8 @@ from andon.transport.torch_dist import StoreRendezvous, gloo_at
 
 def run(config: Config, resume: str, console: Console) -> int:
     """Train as the rank that the environment names; gives the exit code."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    _number("MASTER_PORT")
     config = absolute(build(config.model_dump(), {"workers": world_size})).with_transport("torch")
     check_bf16(config)
     make_torch_deterministic(config.threads)
@@ -74,6 +74,16 @@ def run(config: Config, resume: str, console: Console) -> int:
     return EXIT_STOPPED if stopped else 0
 
 
+def _number(name: str) -> int:
+    """A number that a launcher has put into the environment."""
+    value = os.environ.get(name, "0" if name == "LOCAL_RANK" else "")
+    if not value.isdecimal():
+        cause = f"{name} is {value!r}" if value else f"{name} is not set"
+        remedy = "Start it with torchrun, or unset RANK and WORLD_SIZE to train without"
+        raise UserError("The environment of torchrun is not complete", cause, remedy)
+    return int(value)
+
+
 def own_address() -> str:
     """The address of this machine on the way to rank 0, which the other ranks can reach."""
     master = os.environ["MASTER_ADDR"]
@@ -103,6 +113,8 @@ def _settings(config: Config, rendezvous: StoreRendezvous, host: str, stack: con
             return settings
         check_loopback(host)
         token = rendezvous.exchange("token", new_token())[0]
+    else:
+        token = checked(token, VARIABLE)
     credentials = Credentials(token, secret=token.encode())
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank, size = rendezvous.rank, rendezvous.world_size
