@@ -24,6 +24,7 @@ from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolErr
 from tests.group_harness import busy
 from tests.plain_peers import SECONDS, PlainServer, PlainSocket, PlainWorker, sequential_mean
 
+pytestmark = pytest.mark.timeout(60)  # a server that waits for ever is noticed soon
 Lost = list[WorkerGone]
 
 
