@@ -297,7 +297,8 @@ def test_ctrl_c_ends_the_session_with_4(tmp_path: Path) -> None:
         assert [worker.receive() for worker in workers] == [b"\x07", b"\x07"]
         for worker in workers:
             worker.sock.close()
-        assert server.finish()[0] == 4
+        code, output = server.finish()
+    assert code == 4 and "Stopped in step 0" in output, output
     assert events(tmp_path / "run", "stopped")
 
 

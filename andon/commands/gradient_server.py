@@ -148,11 +148,15 @@ class Session:
     def run(self) -> int:
         """Serve to the end; gives the exit code."""
         server = self.server
+        stop: list[bool] = []
 
-        def stop() -> None:
-            raise _Stop
+        def stop_if_wanted() -> None:
+            if stop:
+                stop.clear()
+                raise _Stop
 
-        save_on_signal(stop)
+        save_on_signal(lambda: stop.append(True))
+        server.interrupt_with(stop_if_wanted)
         began = time.monotonic()
         try:
             server.wait_for_workers(self.service.workers, joined=self.joined)

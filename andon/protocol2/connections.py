@@ -56,6 +56,8 @@ class Connections:
         self._selector = selectors.DefaultSelector()
         self._reception: Reception[JoinRequest] | None = None
         self._last_turn = self._next_beat = time.monotonic()
+        self.interrupt: Callable[[], None] = _nothing
+        """Called about ten times a second; what it raises ends what the server does."""
         self.operation = "joining"
         """What the server does, as errors name it."""
 
@@ -103,6 +105,7 @@ class Connections:
 
     def turn(self) -> list[tuple[socket.socket, JoinRequest]]:
         """Move what can be moved, or wait a moment; the connections that want to join."""
+        self.interrupt()
         for worker in self._workers.values():
             self._watch(worker)
         arrivals = []
@@ -121,8 +124,9 @@ class Connections:
 
     def drop(self, worker: Worker, cause: Cause, detail: str) -> None:
         """Disconnect a worker, and say so at once."""
-        if self._workers.pop(worker.worker_id, None) is None:
+        if self._workers.get(worker.worker_id) is not worker:  # its id may be another's by now
             return
+        del self._workers[worker.worker_id]
         error = WorkerGone(worker, cause, self.operation, detail)
         if worker.sock in self._selector.get_map():
             self._selector.unregister(worker.sock)
@@ -182,6 +186,10 @@ class Connections:
             self._next_beat = now + self._heartbeat
         if self._reception:
             self._reception.tick()
+
+
+def _nothing() -> None:
+    pass
 
 
 def is_allowed(host: str, allow: Sequence[Network]) -> bool:

@@ -74,6 +74,10 @@ class GradientServer:
         """The workers that have joined and are connected, in the order of their ids."""
         return self._links.workers
 
+    def interrupt_with(self, check: Callable[[], None]) -> None:
+        """Have `check` called about ten times a second; what it raises ends the method that runs."""
+        self._links.interrupt = check
+
     def wait_for_workers(
         self, count: int, deadline: float = math.inf, joined: Callable[[Worker], None] = lambda worker: None
     ) -> None:
