@@ -23,6 +23,7 @@ from andon.cluster.launch import run_folder
 from andon.cluster.session import refuse_mixed_devices
 from andon.cluster.worker import in_own_folder
 from andon.config.load import build
+from andon.control import client as client_module
 from andon.control.client import join
 from andon.control.coordinator import Coordinator
 from andon.control.files import Receiver
@@ -34,7 +35,7 @@ from andon.data.build import Corpus, find, prepare, receive
 from andon.errors import UserError
 from andon.transport.base import PeerLost, ProtocolError
 from tests.group_harness import busy
-from tests.runs import SMALL, andon, events, start, summary, train, wait_for_step
+from tests.runs import SMALL, andon, events, soak, start, summary, train, wait_for_step
 from tests.thread_group import thread_groups
 
 STEPS = ["--train.steps=8"]
@@ -86,8 +87,8 @@ def test_workers_started_by_hand_give_the_answer(tmp_path: Path, answer: str, tr
     assert not any(TOKEN in text for text in (output, *outputs))
 
 
-@pytest.mark.parametrize("transport", ["star", "ring", "torch"])
-@pytest.mark.parametrize(("timeout", "late"), [(2, 2.5), pytest.param(60, 90.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["star", soak("ring"), soak("torch")])
+@pytest.mark.parametrize(("timeout", "late"), [(2, 2.5), soak(60, 90.0)])
 def test_workers_may_come_later_than_any_timeout(
     tmp_path: Path, answer: str, transport: str, timeout: int, late: float
 ) -> None:
@@ -204,8 +205,17 @@ def test_sigterm_ends_a_coordinator_that_still_waits_and_its_workers(tmp_path: P
 LONG = ["--train.steps=100000", "--group.timeout=60"]
 
 
-@pytest.mark.parametrize("transport", ["star", "ring", "torch"])
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("transport", "sign"),
+    [
+        ("star", signal.SIGKILL),
+        ("ring", signal.SIGKILL),
+        ("torch", signal.SIGKILL),
+        ("star", signal.SIGSTOP),
+        soak("ring", signal.SIGSTOP),
+        soak("torch", signal.SIGSTOP),
+    ],
+)
 def test_every_survivor_names_who_died_and_the_coordinator_ends(
     tmp_path: Path, transport: str, sign: signal.Signals
 ) -> None:
@@ -326,7 +336,7 @@ def test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_f
 
 def test_a_new_run_in_the_same_folder_keeps_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ANDON_TOKEN")
-    config = build({}, {"run.dir": str(tmp_path / "run")})
+    config = build({}, {"run.dir": str(tmp_path / "run")}).on_this_machine()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     token = token_of_run(tmp_path / "run")
@@ -382,6 +392,29 @@ def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it
     found = find(tmp_path / "mine", tokens.digest)
     assert found is not None and found.folder == received.folder
     assert find(tmp_path / "mine", "another digest") is None
+
+
+def test_data_that_arrives_faster_than_the_disk_takes_it_waits_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "theirs" / "tokens-00000.bin").write_bytes(bytes(30 << 20))
+    monkeypatch.setattr(client_module, "MOST_PIECES", 4)
+    waiting: list[int] = []
+    write = Receiver.write
+
+    def write_slowly(receiver: Receiver, piece: bytes) -> None:
+        waiting.append(client._inbox.qsize())
+        time.sleep(0.01)
+        write(receiver, piece)
+
+    monkeypatch.setattr(Receiver, "write", write_slowly)
+    with closing(Coordinator({**JOB, "tokens": str(tmp_path / "theirs")}, 1, lambda event: None, credentials())) as one:
+        _, client = join(one.address, TOKEN, None)
+        assert client.fetch(tmp_path / "mine") == 30 << 20
+        client.close()
+    assert max(waiting) < 20, waiting
 
 
 def test_what_arrives_with_another_digest_is_not_kept(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from andon.transport.tcp.entrance.handshake import NotAuthenticated
 from andon.transport.tcp.frames import Accepted, Challenge, Hello, Operation, decode, frame
 from andon.transport.tcp.star_server import checked_operation
 from tests.plain_peers import PlainSocket
-from tests.runs import SMALL, events_so_far, listening, start, wait_for_step, workers_of
+from tests.runs import SMALL, events_so_far, listening, soak, start, wait_for_step, workers_of
 
 TOKEN = "the token of the tests"
 JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark"}
@@ -483,7 +483,7 @@ def test_the_token_is_in_a_file_that_only_its_owner_reads(tmp_path: Path, monkey
         token_of_worker(None)
 
 
-@pytest.mark.parametrize("transport", ["shm", "star", "ring", "torch"])
+@pytest.mark.parametrize("transport", ["torch", soak("star"), soak("shm"), soak("ring")])
 def test_a_stranger_on_the_same_machine_finds_no_open_port_and_no_secret(tmp_path: Path, transport: str) -> None:
     """While `andon train` runs: loopback only, no secret on a command line, a challenge or nothing at each port."""
     options = ["--workers=2", "--train.steps=100000", f"--group.transport={transport}", "--run.dir=run"]

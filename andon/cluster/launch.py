@@ -223,6 +223,7 @@ def _listening(job: Message, workers: int, emit: Emit, credentials: Credentials,
         except OSError as error:
             if door.port is not None or error.errno != errno.EADDRINUSE:
                 raise
+            emit(event("note", text=f"Port {PORT} is taken: give the workers the port below"))
             coordinator = open_at(0)
     except OSError as error:
         what = f"The coordinator cannot listen at {address_text(door.host, door.port or PORT)}"

@@ -38,6 +38,8 @@ RENDEZVOUS_SECONDS = 300.0  # that ranks get to meet: some load torch from a slo
 RETRY_SECONDS = 0.5
 ATTEMPTS = 3  # to prove that this process knows the token
 LEAVE_SECONDS = 2.0  # that a worker gets to end in an orderly way when another one is lost
+MOST_PIECES = 64  # of the data, 256 KB each, that may wait for the disk
+PIECE_PAUSE = 0.2
 Say = Callable[[str], None]
 
 
@@ -181,6 +183,8 @@ class CoordinatorClient:
                 self._inbox.put(message)
             self._peer_lost(message["rank"], message["why"])
         elif kind != "alive":
+            if isinstance(message, bytes) and self._inbox.qsize() > MOST_PIECES:
+                time.sleep(PIECE_PAUSE)  # the disk is slower than the network, which has to wait for it
             self._begun = self._begun or kind == "begin"
             self._inbox.put(message)
 
