@@ -214,6 +214,7 @@ class Session:
 
     def _halt(self, halt: NonFiniteGradient) -> int:
         """Stop the line: no mean of this step is sent any more."""
+        self.server.interrupt_with(_ignore)
         names = {worker.worker_id: worker.node_id for worker in self.server.workers}
         finding = {
             "rank": halt.rank,
@@ -234,9 +235,14 @@ class Session:
     def _say_goodbye(self) -> None:
         """End the session for the workers: whole vectors know a message for it, pretraining only disconnects."""
         self.ended = True
+        self.server.interrupt_with(_ignore)
         if self.dialogue.tag == WHOLE:
             self.server.shutdown_workers()
         self.server.wait_until_left(LEAVE_SECONDS)
+
+
+def _ignore() -> None:
+    """A wish to stop, where the session ends anyway."""
 
 
 def _sentence(said: object) -> str:
