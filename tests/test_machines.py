@@ -22,7 +22,7 @@ SECONDS = float(os.environ.get("ANDON_SOAK_COUNT") or "600")
 
 
 def end(process: subprocess.Popen[str], timeout: float = 60) -> str:
-    return process.communicate(timeout=timeout)[0]
+    return process.communicate(timeout=timeout * busy())[0]
 
 
 def ended_well(*processes: subprocess.Popen[str]) -> bool:
@@ -108,8 +108,8 @@ def test_a_machine_that_falls_silent_is_named_within_six_seconds(tmp_path: Path,
 
 
 def train_over_a_bad_network(tmp_path: Path, transport: str, seconds: float) -> None:
-    options = ["--workers=3", f"--group.transport={transport}", "--train.steps=100000", "--checkpoint.every=0"]
-    with network("alpha", "beta", "gamma", weather=Weather(delay=0.1, jitter=0.03, loss=0.01)) as hosts:
+    options = ["--workers=2", f"--group.transport={transport}", "--train.steps=100000", "--checkpoint.every=0"]
+    with network("alpha", "beta", weather=Weather(delay=0.1, jitter=0.03, loss=0.01)) as hosts:
         coordinator = coordinate(hosts["alpha"], tmp_path, *options)
         workers = [host.start("worker", "alpha", cwd=tmp_path, **TOKEN) for host in hosts.values()]
         wait_for_step(tmp_path / "run", 1, coordinator, 120)
@@ -133,7 +133,7 @@ def test_delay_and_loss_are_no_death_for_long(tmp_path: Path, transport: str) ->
     train_over_a_bad_network(tmp_path, transport, SECONDS)
 
 
-@pytest.mark.parametrize("transport", ["star", soak("ring"), soak("torch")])
+@pytest.mark.parametrize("transport", [soak("star"), soak("ring"), soak("torch")])
 def test_torchrun_on_two_machines_gives_the_answer(tmp_path: Path, answer: str, transport: str) -> None:
     with network("alpha", "beta") as hosts:
         processes = []
@@ -144,5 +144,5 @@ def test_torchrun_on_two_machines_gives_the_answer(tmp_path: Path, answer: str, 
             command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--master-port=29500", "-m", "andon"]
             options = ["train", *SMALL, *STEPS, "--run.dir=run", f"--group.transport={transport}"]
             processes.append(host.popen(*command, *options, cwd=folder, **TOKEN))
-        assert ended_well(*processes)
+        assert ended_well(*processes)  # loading torch four times takes its time
     assert summary(tmp_path / "alpha" / "run")["weights_blake3"] == answer
