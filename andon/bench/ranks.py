@@ -11,6 +11,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from andon.errors import UserError
+
 LOOK_S = 0.2  # between two looks at the ranks: seldom enough not to disturb what is measured
 
 
@@ -35,7 +37,8 @@ def run_ranks(module: str, ranks: int, task: dict[str, Any], token: str = "") ->
             time.sleep(LOOK_S)
         for rank, code in enumerate(codes):
             if code:
-                raise RuntimeError(f"rank {rank} of the benchmark failed with exit code {code}; its error is above")
+                what = f"Rank {rank} of the benchmark failed"
+                raise UserError(what, f"It ended with exit code {code}", "Look at its error above")
         for output in outputs:
             output.seek(0)
         return [json.load(output) for output in outputs]

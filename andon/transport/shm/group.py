@@ -104,7 +104,7 @@ class ShmGroup(Group):
             group = cls(rank, pids, first, settings.timeout, settings.wire)
             try:
                 group._barrier.wait("opening shared memory")
-            except Exception:
+            except BaseException:
                 group.leave()
                 raise
             return group

@@ -1,0 +1,38 @@
+"""Benchmarks run their ranks as processes: the first one that fails ends all of them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from andon.bench.ranks import run_ranks
+from andon.errors import UserError
+
+RANK = """
+import json, sys, time
+task = json.loads(sys.argv[1])
+if task["fails"] == task["rank"]:
+    sys.exit(7)
+time.sleep(task["seconds"])
+print(json.dumps(task["rank"] * 10))
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "rank_of_a_test.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "rank_of_a_test"
+
+
+def test_what_each_rank_prints_comes_back_by_rank(module: str) -> None:
+    assert run_ranks(module, 3, {"fails": None, "seconds": 0}) == [0, 10, 20]
+
+
+def test_the_first_rank_that_fails_ends_the_others(module: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(UserError, match="Rank 1 of the benchmark failed") as raised:
+        run_ranks(module, 3, {"fails": 1, "seconds": 60})
+    assert "exit code 7" in raised.value.cause and time.monotonic() - began < 30
