@@ -19,7 +19,8 @@ from andon.version import VERSION
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from andon.config.schema import Config
+    from andon.config.finetune import FinetuneConfig
+    from andon.config.schema import Config, RunSettings
     from andon.numerics import Numerics
     from andon.transport.tcp.entrance.tls import Tls
 
@@ -97,7 +98,28 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
     Without either it trains on the built-in stories. Any configuration key is an option: --section.key value
     (`andon config show` lists them): --workers 2 --optim.lr 3e-4 --train.steps=100
     """
-    config = _config(context.args)
+    _launch(_config(context.args), resume)
+
+
+@app.command(context_settings=ANY, epilog=EXIT_CODES)
+def finetune(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder of a Hugging Face model.")],
+    resume: Resume = "auto",
+) -> None:
+    """Fine-tune MODEL on DATA… (.jsonl or .parquet) with LoRA adapters, or all weights with --lora.rank 0.
+
+    Rows have text and label, prompt and completion, or messages. The result is an adapter in PEFT's format in the
+    run's folder, runs/finetune unless --run.dir says otherwise. Every key is an option (`andon config show --finetune`
+    lists them): --workers 2 --lora.rank 16 --lora.targets q_proj,v_proj --train.epochs 2
+    """
+    if not any(not argument.startswith("--") for argument in context.args):
+        remedy = f"`andon finetune {model} samples.jsonl`"
+        raise UserError("There is no data", "`andon finetune` takes a model and files of samples", remedy)
+    _launch(_finetune_config(model, context.args), resume)
+
+
+def _launch(config: RunSettings, resume: str) -> None:
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():  # torchrun and its like
         _choose_kernels(config.numerics)
         from andon.cluster.torchrun import run
@@ -106,6 +128,18 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
     from andon.cluster.launch import train as launch
 
     sys.exit(launch(config, resume, _console(lasting=True)))
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="The folder of an adapter.")],
+    out: Annotated[Path | None, typer.Option(help="The new folder; default: `merged` beside the adapter.")] = None,
+) -> None:
+    """Write the model of an adapter with the adapter merged into its weights."""
+    _choose_kernels()
+    from andon.finetune.result import merge as run
+
+    typer.echo(f"The merged model is in {run(adapter, out)}")
 
 
 @app.command(context_settings={**ANY, "allow_interspersed_args": False}, epilog=EXIT_CODES)
@@ -390,9 +424,12 @@ def checkpoint_prune(
 
 
 @config_app.command("show", context_settings=ANY)
-def config_show(context: typer.Context) -> None:
+def config_show(
+    context: typer.Context,
+    finetune: Annotated[bool, typer.Option("--finetune", help="The keys of `andon finetune`.")] = False,
+) -> None:
     """Print the configuration that CONFIG.yaml, presets and overrides resolve to."""
-    typer.echo(_config(context.args).to_yaml(), nl=False)
+    typer.echo((_finetune_config("MODEL", context.args) if finetune else _config(context.args)).to_yaml(), nl=False)
 
 
 @config_app.command("validate", context_settings=ANY)
@@ -434,6 +471,16 @@ def _config(arguments: list[str]) -> Config:
             "Give one CONFIG.yaml, or only paths of text; --data.corpus overrides the corpus",
         )
     return load(Path(files[0]) if files else None, {"data.corpus": corpus, **overrides} if corpus else overrides)
+
+
+def _finetune_config(model: str, arguments: list[str]) -> FinetuneConfig:
+    from andon.config.finetune import FinetuneConfig
+    from andon.config.load import merge, parse_arguments, validate
+
+    files, overrides = parse_arguments(arguments, FinetuneConfig)
+    return validate(
+        merge({}, {"model": model, "data.files": files or ["DATA"], **overrides}, FinetuneConfig), FinetuneConfig
+    )
 
 
 def _choose_kernels(numerics: Numerics = "portable") -> None:

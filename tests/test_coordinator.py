@@ -29,6 +29,7 @@ from andon.control.members import Worker, seats
 from andon.control.stragglers import Stragglers
 from andon.control.token import Credentials
 from andon.data.build import Corpus, find, prepare, receive
+from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.transport.base import ProtocolError
 from tests.group_harness import busy
@@ -306,15 +307,15 @@ def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it
     job = {**JOB, "data": tokens.digest, "tokens": str(tokens.folder)}
     with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
         _, client = join(coordinator.address, TOKEN, None)
-        received = receive(tmp_path / "mine", tokens.digest, client.fetch)
+        received = receive(tmp_path / "mine", tokens.digest, client.fetch, TokenSet.open)
         client.enter({"data": received.digest, "folder": "mark"})
         assert client.wait_for_all()
         client.leave(0)
         assert coordinator.wait() == 0
     assert (received.read(0, 100) == tokens.read(0, 100)).all()
-    found = find(tmp_path / "mine", tokens.digest)
+    found = find(tmp_path / "mine", tokens.digest, TokenSet.open)
     assert found is not None and found.folder == received.folder
-    assert find(tmp_path / "mine", "another digest") is None
+    assert find(tmp_path / "mine", "another digest", TokenSet.open) is None
 
 
 def test_what_arrives_with_another_digest_is_not_kept(tmp_path: Path) -> None:
@@ -323,7 +324,7 @@ def test_what_arrives_with_another_digest_is_not_kept(tmp_path: Path) -> None:
     with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
         _, client = join(coordinator.address, TOKEN, None)
         with pytest.raises(UserError, match="did not arrive intact"):
-            receive(tmp_path / "mine", "0" * 64, client.fetch)
+            receive(tmp_path / "mine", "0" * 64, client.fetch, TokenSet.open)
         client.close()
     assert not any((tmp_path / "mine").iterdir())
 
