@@ -116,15 +116,23 @@ class Trainer:
             with self.autocast():
                 loss = self.loss(x, y)
             flaws = [find_flaw("loss", loss.detach()), *self.model.gradients.inspect(loss, slot, find_flaw)]
+            rows = self._bad_rows(x, y) if flaws[0] else list(range(len(x)))
             for flaw in filter(None, flaws):
                 unit = layout.unit_of(flaw.parameter) if flaw.parameter != "loss" else "loss"
                 units.discard(unit)
-                found.append(self._finding(step, slot, unit, flaw))
+                found.append(self._finding(step, slot, unit, flaw, rows))
         passing = Flaw("", 0, 0, "a value that is not finite")
         return found + [self._finding(step, None, unit, passing) for unit in sorted(units)]
 
-    def _finding(self, step: int, slot: int | None, unit: str, flaw: Flaw) -> Finding:
-        samples = [] if slot is None else list(self.batches.sources(step, slot))
+    def _bad_rows(self, x: Tensor, y: Tensor) -> list[int]:
+        """The rows of a batch whose own loss is not finite; all of them, if each by itself is."""
+        with torch.no_grad(), self.autocast():
+            bad = [row for row in range(len(x)) if not torch.isfinite(self.loss(x[row : row + 1], y[row : row + 1]))]
+        return bad or list(range(len(x)))
+
+    def _finding(self, step: int, slot: int | None, unit: str, flaw: Flaw, rows: Sequence[int] = ()) -> Finding:
+        sources = [] if slot is None else self.batches.sources(step, slot)
+        samples = [sources[row] for row in rows]
         rank, host = self.model.membership.rank, socket.gethostname()
         return Finding(**asdict(flaw), rank=rank, host=host, slot=slot, samples=samples, unit=unit)
 

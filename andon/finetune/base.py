@@ -18,6 +18,8 @@ POSITIONS: Final = ("max_position_embeddings", "n_positions", "n_ctx")
 WRITERS: Final = ("ForCausalLM", "LMHeadModel")
 """How the architectures of causal language models are called."""
 SORTER: Final = "ForSequenceClassification"
+TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken", "tekken.json")
+"""Files of which a tokenizer has at least one; without them the library would make an empty one."""
 SMALL: Final = (".json", ".jinja", ".txt", ".model")
 """Files that are read with a tokenizer or a configuration."""
 
@@ -73,6 +75,8 @@ class Base:
     def tokenizer(self) -> Any:
         """The tokenizer."""
         try:
+            if not any(file for name in TOKENIZERS for file in self.folder.glob(name)):
+                raise ValueError("There is no tokenizer.json")
             return self._transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:  # the library raises nearly everything
             cause = str(error).strip().splitlines()[0]
@@ -94,6 +98,15 @@ class Base:
         """A token for places that do not count."""
         found = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(token for token in found if token is not None)
+
+    def check_tokens(self, largest: int) -> None:
+        """Refuse a tokenizer that has more tokens than the model has rows."""
+        rows = getattr(self.config.get_text_config(), "vocab_size", None)
+        if isinstance(rows, int) and largest >= rows:
+            cause = f"The samples have token {largest:,}, and the model has rows for {rows:,}"
+            raise UserError(
+                f"The tokenizer of {self.folder} is not the model's", cause, "Copy the model's own tokenizer"
+            )
 
     def digest(self) -> str:
         """BLAKE3 of what decides on the tokens: every small file of the folder."""

@@ -205,6 +205,7 @@ class _Builder:
             "starts": np.cumsum([0, *lengths], dtype=np.int64),
             "places": np.array([(numbers[each.place.file], each.place.line) for each in samples], np.int64),
         }
+        self.base.check_tokens(int(arrays["ids"].max()))
         for name, array in arrays.items():
             np.save(_array(folder, name), array, allow_pickle=False)
         made = {name: file_digest(_array(folder, name)) for name in ARRAYS}

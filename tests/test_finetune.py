@@ -1,0 +1,225 @@
+"""Fine-tuning: what is learned, one answer, and a result that Hugging Face loads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from andon.checkpoint.manifest import verify
+from andon.data.batches import NO_TARGET
+from andon.finetune.generate import generate, open_folder
+from andon.finetune.result import merge
+from andon.integrity.halt import JidokaHalt
+from andon.transport.local import LocalGroup
+from tests import prefork
+from tests.runs import andon, events, summary
+from tests.tuning import FAMILIES, chats, endings, make_model, open_run, plots, tune, tune_config
+
+QUICK = [
+    *("--device=cpu", "--train.slots=6", "--train.micro_batch=2", "--train.context=48", "--train.steps=6"),
+    *("--optim.lr=0.01", "--eval.samples=12", "--eval.shown=1", "--eval.length=4", "--eval.every=3"),
+    *("--checkpoint.every=2", "--group.timeout=20"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models and samples."""
+    folder = tmp_path_factory.mktemp("tuning")
+    for family in FAMILIES:
+        make_model(folder / family, family)
+    make_model(folder / "chat", chat=True)
+    plots(folder / "plots.jsonl", 120)
+    plots(folder / "few.jsonl", 16)
+    endings(folder / "endings.jsonl", 80)
+    chats(folder / "chats.jsonl", 60)
+    return folder
+
+
+@pytest.mark.parametrize("rank", [4, 0], ids=["lora", "all weights"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_learns(place: Path, tmp_path: Path, family: str, rank: int) -> None:
+    data, held_out = ("few.jsonl", 0.0) if family == "bert" else ("endings.jsonl", 0.1)
+    sizes = {"lora__rank": rank, "train__steps": 12, "data__validation": held_out}
+    told = tune(tune_config(place / family, place / data, run__dir=str(tmp_path), **sizes))
+    losses = [event["loss"] for event in told if event["event"] == "eval"]
+    assert losses[-1] < losses[0] - 0.1
+    (done,) = [event for event in told if event["event"] == "done"]
+    assert Path(done["result"]).name == ("adapter" if rank else "model") and verify(Path(done["result"])).step == 12
+
+
+def test_the_loss_is_that_of_transformers_over_the_answers_of_the_whole_step(place: Path, tmp_path: Path) -> None:
+    config = tune_config(place / "llama", place / "endings.jsonl", train__steps=1, run__dir=str(tmp_path))
+    run = open_run(config, LocalGroup())
+    total, count, right = 0.0, 0, 0
+    for slot in range(2):
+        for number in run.batches.windows(1, slot):
+            ids, labels = (torch.from_numpy(each(number))[None] for each in (run.samples.tokens, run.samples.answer))
+            with torch.no_grad():
+                out = run.trainer.model.module(input_ids=ids, labels=labels)
+            answers = labels[:, 1:] != NO_TARGET
+            total += out.loss.item() * int(answers.sum())
+            count += int(answers.sum())
+            right += int((out.logits[:, :-1].argmax(-1) == labels[:, 1:])[answers].sum())
+    totals = run.trainer.train_step()
+    run.trainer.close()
+    assert totals.loss == pytest.approx(total / count, rel=1e-5) and totals.tokens == count
+    assert run.step_facts() == {"correct": right, "total": count, "accuracy": right / count}
+
+
+@pytest.fixture(scope="module")
+def answers(place: Path) -> list[dict[str, Any]]:
+    """The summaries of one run on one worker, on two over shared memory, and on three over a star."""
+    prefork.preload("transformers.models.auto.modeling_auto", "transformers.generation", "peft")
+    found = []
+    for name, options in (("one", []), ("two", ["--workers=2"]), ("three", ["--workers=3", "--group.transport=star"])):
+        code, output = andon("finetune", "llama", "plots.jsonl", *QUICK, f"--run.dir={name}", *options, cwd=place)
+        assert code == 0, output
+        found.append(summary(place / name))
+    return found
+
+
+def test_one_answer_for_one_two_and_three_workers(answers: list[dict[str, Any]]) -> None:
+    same = ("weights_blake3", "accuracy", "correct", "total", "loss", "validation_loss", "samples")
+    assert all(each[key] == answers[0][key] for key in same for each in answers)
+    assert [(each["transport"], each["workers"]) for each in answers] == [("local", 1), ("shm", 2), ("star", 3)]
+
+
+def test_the_accuracy_of_every_step_is_counted_over_all_workers(place: Path, answers: list[dict[str, Any]]) -> None:
+    counts = [[(step["correct"], step["total"]) for step in events(place / name, "step")] for name in ("one", "three")]
+    assert counts[0] == counts[1] and [total for _, total in counts[0]] == [12] * 6
+
+
+def test_a_killed_run_resumes_on_another_number_of_workers(place: Path, answers: list[dict[str, Any]]) -> None:
+    command = ("finetune", "llama", "plots.jsonl", *QUICK, "--run.dir=killed")
+    code, output = andon(*command, "--workers=2", "--fault=die:rank=1,step=5", cwd=place)
+    assert code == 1, output
+    code, output = andon(*command, "--workers=1", cwd=place)
+    assert code == 0 and "Resuming from step" in output, output
+    assert summary(place / "killed")["weights_blake3"] == answers[0]["weights_blake3"]
+    code, output = andon(*command, "--lora.rank=2", cwd=place)
+    assert code == 1 and "lora.rank 8 → 2" in output, output
+
+
+def test_peft_loads_the_adapter_and_agrees(place: Path, answers: list[dict[str, Any]]) -> None:
+    from peft import AutoPeftModelForSequenceClassification, PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    adapter = place / "one" / "adapter"
+    base = AutoModelForSequenceClassification.from_pretrained(place / "llama", num_labels=8)
+    models = [
+        PeftModel.from_pretrained(base, adapter),
+        AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=8),
+        open_folder(adapter).model,
+        open_folder(merge(adapter, None)).model,
+    ]
+    ids = torch.arange(1, 33).view(2, 16)
+    logits: list[Tensor] = [model.eval()(input_ids=ids).logits.detach() for model in models]
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    assert torch.allclose(logits[0], logits[3], atol=1e-5)
+    assert verify(place / "one" / "merged").step == 6
+
+
+def test_the_command_line_merges_and_answers(place: Path, answers: list[dict[str, Any]]) -> None:
+    code, output = andon("merge", "two/adapter", "--out=whole", cwd=place)
+    assert code == 0 and "whole" in output, output
+    told = [
+        andon("generate", folder, "Once upon a time, Leo had a pony.", cwd=place) for folder in ("two/adapter", "whole")
+    ]
+    assert told[0] == told[1] and told[0][0] == 0 and told[0][1].strip().endswith("%)"), told
+    weights = place / "two" / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    code, output = andon("generate", "two/adapter", "x", cwd=place)
+    assert code == 1 and "two/adapter is damaged" in output and "tensor" in output, output
+
+
+def test_a_bad_gradient_is_named_with_its_adapter_and_its_lines(place: Path) -> None:
+    parameter = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.default.weight"
+    fault = f"--fault=nan:rank=1,step=2,slot=4,parameter={parameter}"
+    code, output = andon("finetune", "llama", "plots.jsonl", *QUICK, "--run.dir=bad", "--workers=2", fault, cwd=place)
+    assert code == 3 and "plots.jsonl:" in output, output
+    (found,) = json.loads((place / "bad" / "halt.json").read_text())["findings"]
+    assert found["parameter"] == parameter and found["rank"] == 1 and len(found["samples"]) == 2
+
+
+def test_the_line_whose_loss_is_not_finite_is_named(place: Path, tmp_path: Path) -> None:
+    config = tune_config(place / "llama", place / "endings.jsonl", train__steps=1, run__dir=str(tmp_path))
+    run = open_run(config, LocalGroup())
+    number = run.batches.windows(1, 1)[2]
+    spoilt = run.samples.tokens(number).tolist()
+    whole, loss = run.trainer.loss, run.learning.judge
+
+    def judge(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        found, right = loss(x, y)
+        rows = [row[: len(spoilt) - 1].tolist() == spoilt[:-1] for row in x]
+        return found * float("nan") if any(rows) else found, right
+
+    run.learning.judge = judge  # type: ignore[method-assign]
+    assert whole == run.trainer.loss
+    with pytest.raises(JidokaHalt) as halted:
+        run.trainer.train_step()
+    run.trainer.close()
+    lines = {line for finding in halted.value.findings for line in finding.samples}
+    assert lines == {run.samples.place(number)}
+    assert any("lora_A" in finding.parameter for finding in halted.value.findings)
+
+
+def test_a_conversation_is_learned_and_continued(place: Path, tmp_path: Path) -> None:
+    config = tune_config(place / "chat", place / "chats.jsonl", train__steps=6, run__dir=str(tmp_path / "run"))
+    tune(config)
+    told = generate(tmp_path / "run" / "adapter", "Leo had a pony.", count=2, length=5, temperature=1.0, seed=3)
+    again = generate(tmp_path / "run" / "adapter", "Leo had a pony.", count=2, length=5, temperature=1.0, seed=3)
+    assert told == again and len(told) == 2
+
+
+def test_all_weights_give_a_model_that_transformers_loads(place: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = open_run(
+        tune_config(
+            place / "gpt2", place / "endings.jsonl", lora__rank=0, train__steps=2, run__dir=str(tmp_path / "run")
+        ),
+        LocalGroup(),
+    )
+    run.train()
+    run.trainer.close()
+    ids = torch.arange(1, 17).view(1, 16)
+    mine = run.trainer.model.module.eval()(input_ids=ids).logits
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()(input_ids=ids).logits
+    assert torch.equal(mine, other)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_the_plot_of_a_story_is_told_by_every_number_of_workers(tmp_path: Path) -> None:
+    make_model(tmp_path / "llama", hidden_size=64)
+    plots(tmp_path / "plots.jsonl", 1200)
+    options = ["--device=cpu", "--optim.lr=0.01", "--train.context=160", "--train.steps=150", "--eval.every=50"]
+    sizes = [
+        "--train.slots=6",
+        "--train.micro_batch=6",
+        "--group.timeout=60",
+        f"--seed={os.environ.get('ANDON_SOAK_SEED') or 1}",
+    ]
+    found = []
+    for transport in ("shm", "star"):
+        for workers in (1, 2, 3):
+            name = f"{transport}-{workers}"
+            chosen = [f"--group.transport={transport}"] if workers > 1 else []
+            code, output = andon(
+                *("finetune", "llama", "plots.jsonl", *options, *sizes, *chosen),
+                *(f"--workers={workers}", f"--run.dir={name}"),
+                cwd=tmp_path,
+                timeout=900,
+            )
+            assert code == 0, output
+            found.append(summary(tmp_path / name))
+            print(name, found[-1]["accuracy"], found[-1]["weights_blake3"][:16])
+    assert found[0]["accuracy"] >= 0.95
+    assert len({(each["weights_blake3"], each["accuracy"]) for each in found}) == 1
