@@ -32,7 +32,7 @@ CHAT = (
 FAMILIES = ("llama", "qwen2", "gpt2", "gpt_neox", "bert")
 
 
-def make_model(folder: Path, family: str = "llama", chat: bool = False, **sizes: int) -> Path:
+def make_model(folder: Path, family: str = "llama", chat: bool = False, **sizes: Any) -> Path:
     """The folder of a small model with random weights and a tokenizer of the built-in stories."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 

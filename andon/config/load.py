@@ -56,7 +56,8 @@ def keys(schema: type[RunSettings] = Config) -> dict[str, str]:
     """Every key with its help text."""
 
     def walk(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-        for name, field in section.model_fields.items():
+        for attribute, field in section.model_fields.items():
+            name = field.alias or attribute
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 yield from walk(field.annotation, f"{prefix}{name}.")
             else:

@@ -31,7 +31,12 @@ class Section(BaseModel):
     """A frozen section: unknown keys are errors, and each field's docstring is its help text."""
 
     model_config = ConfigDict(
-        extra="forbid", validate_default=True, use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        frozen=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
     )
 
     @field_validator("*", mode="before")
@@ -55,6 +60,8 @@ class Section(BaseModel):
 class ModelConfig(Section):
     preset: Preset = "tiny"
     """The named shape that the other keys default to."""
+    source: str = Field("", alias="from")
+    """Folder of a Llama model to go on from: its weights, sizes and tokenizer."""
     vocab: int = Field(gt=0, le=LARGEST["vocab"])
     """Rows of the embedding; the tokenizer may use fewer."""
     hidden: int = Field(gt=0, le=LARGEST["hidden"])
@@ -69,10 +76,19 @@ class ModelConfig(Section):
     """Width of the SwiGLU."""
     tied: bool = False
     """Share the embedding with the LM head."""
+    rope_theta: float = Field(10_000.0, gt=0, lt=1e30)
+    """Base of the rotary positions."""
+    norm_eps: float = Field(1e-5, gt=0, lt=1)
+    """Epsilon of the norms."""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The keys that a shape has."""
+        return self.model_dump(exclude={"preset", "source"})
 
     @validator(mode="after")
     def _divides(self) -> Self:
-        if problem := Shape(context=1, **self.model_dump(exclude={"preset"})).problem():
+        if problem := Shape(context=1, **self.sizes).problem():
             raise ValueError(problem)
         return self
 
@@ -289,8 +305,7 @@ class Config(RunSettings):
     @property
     def shape(self) -> Shape:
         """The model's shape."""
-        sizes = self.model.model_dump(exclude={"preset"})
-        return replace(SHAPES[self.model.preset], context=self.train.context, **sizes)
+        return replace(SHAPES[self.model.preset], context=self.train.context, **self.model.sizes)
 
     @property
     def tokens_per_step(self) -> int:

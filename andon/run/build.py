@@ -16,8 +16,10 @@ from andon.engine.optimizer import AdamW, Optimizer
 from andon.engine.parallel import DataParallel
 from andon.engine.trainer import StepSettings, Trainer
 from andon.errors import UserError
+from andon.files import expand
 from andon.integrity.faults import Faults
-from andon.model.hub import to_hub
+from andon.model.hub import load_tensors
+from andon.model.hub_config import to_hub
 from andon.model.llama import Llama
 from andon.optim import schedules
 from andon.optim.sharding import Zero
@@ -32,7 +34,7 @@ def build_trainer(config: Config, tokens: TokenSet, group: Group, device: torch.
     check_vocabulary(config, tokens)
     # A transport that computes on the workers' cores would take them from forward.
     overlap = not TRANSPORTS[group.transport].uses_worker_cores and not config.train.compile
-    optimizer = build_optimizer(config, build_model(config, device), group, overlap)
+    optimizer = build_optimizer(config, build_model(config, device, group.rank == 0), group, overlap)
     optimizer.facts = f"{config.determinism_key} {tokens.digest}"
     files = hub_files(config, tokens, optimizer.model.arena.weights.dtype)
     checkpointer = build_checkpointer(config, optimizer, tokens.digest, files, emit)
@@ -42,10 +44,12 @@ def build_trainer(config: Config, tokens: TokenSet, group: Group, device: torch.
     return trainer
 
 
-def build_model(config: Config, device: torch.device) -> Llama:
-    """The model with its first weights, which the seed determines."""
+def build_model(config: Config, device: torch.device, is_rank_0: bool) -> Llama:
+    """The model with its first weights, which the seed determines, or the folder that rank 0 reads for all."""
     model = Llama(config.shape)
     model.initialise(config.seed)
+    if config.model.source and is_rank_0:
+        load_tensors(dict(model.named_parameters()), expand(config.model.source))
     model.to(device)
     if config.train.weights == "bf16":
         model.hold_weights_in(torch.bfloat16)

@@ -56,7 +56,8 @@ def show_plan(console: Console, config: Config) -> None:
     plan, train, shape = make_plan(config), config.train, config.shape
     table = Table.grid(Column(style="bold"), "", padding=(0, 2))
     width = f"{shape.layers} blocks of width {shape.hidden}"
-    table.add_row("model", f"{config.model.preset} · {human_count(plan.parameters)} parameters · {width}")
+    name = escape(config.model.source) or config.model.preset
+    table.add_row("model", f"{name} · {human_count(plan.parameters)} parameters · {width}")
     table.add_row("data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}")
     batch = f"{train.slots} slots × {train.micro_batch} windows × {train.context} tokens"
     table.add_row("step", f"{plan.tokens_per_step:,} tokens = {batch}")

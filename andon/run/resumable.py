@@ -21,7 +21,7 @@ FIXED = (
 """With other values a run would have another model, or see some samples twice and others never."""
 FREE = ("train", "optim", "on_nonfinite", "max_skips", "numerics", "group.wire")
 """Other values of these change the weights from here on: they are named."""
-NAMES = ("model.preset", "model")
+NAMES = ("model.preset", "model.from", "model")
 """Names of a shape or of a folder; what they stand for is compared itself."""
 
 

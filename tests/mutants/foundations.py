@@ -266,7 +266,7 @@ MUTANTS = [
     Mutant(
         "hub-without-theta",
         "A checkpoint for Hugging Face has the default rotary base.",
-        "model/hub.py",
+        "model/hub_config.py",
         '    "rope_theta": "rope_theta",\n',
         "",
         ("test_model.py::test_hugging_face_loads_a_checkpoint_with_the_same_logits",),
@@ -282,7 +282,7 @@ MUTANTS = [
     Mutant(
         "scaled-rope-accepted",
         "A model with scaled rotary positions is loaded as if it were plain.",
-        "model/hub.py",
+        "model/hub_config.py",
         'if rope.get("rope_type", "default") != "default":',
         'if rope.get("rope_type", "default") == "":',
         ("test_model.py::test_what_this_decoder_does_not_do_is_refused",),
@@ -340,7 +340,7 @@ MUTANTS = [
         "nan-accepted",
         "NaN is accepted as a number.",
         "config/schema.py",
-        ", allow_inf_nan=False",
+        "        allow_inf_nan=False,\n",
         "",
         ("test_config.py",),
     ),
