@@ -356,6 +356,22 @@ def bench_cnn(
     run(ranks, _numbers("--images", images), repetitions, transport, as_json)
 
 
+@bench_app.command("finetune")
+def bench_finetune(
+    presets: Annotated[str, typer.Option(help="Models.")] = "tiny,30m",
+    ranks: Workers = 2,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per worker and step.")] = 4,
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of five steps; the median counts.")] = 9,
+    transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
+    as_json: AsJson = False,
+) -> None:
+    """Measure fine-tuning with LoRA against Hugging Face's Trainer with peft and DDP, interleaved in one run."""
+    _enter_network()
+    from andon.bench.finetune import main as run
+
+    run(presets.split(","), ranks, samples, repetitions, transport, as_json)
+
+
 @bench_app.command("numerics")
 def bench_numerics(
     presets: Annotated[str, typer.Option(help="Models.")] = "tiny,30m",
