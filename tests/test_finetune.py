@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from andon.finetune.result import merge
 from andon.integrity.halt import JidokaHalt
 from andon.transport.local import LocalGroup
 from tests import prefork
-from tests.runs import andon, events, summary
+from tests.runs import andon, environment, events, summary
 from tests.tuning import FAMILIES, chats, endings, make_model, open_run, plots, tune, tune_config
 
 QUICK = [
@@ -193,6 +195,23 @@ def test_all_weights_give_a_model_that_transformers_loads(place: Path, tmp_path:
     mine = run.trainer.model.module.eval()(input_ids=ids).logits
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()(input_ids=ids).logits
     assert torch.equal(mine, other)
+
+
+@pytest.mark.soak
+def test_torchrun_gives_the_same_answer(place: Path, answers: list[dict[str, Any]]) -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "andon", "finetune", "llama", "plots.jsonl"]
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, *command, *QUICK, "--run.dir=torchrun"],
+        cwd=place,
+        env={**environment(place), "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    found = summary(place / "torchrun")
+    assert found["weights_blake3"] == answers[0]["weights_blake3"] and found["transport"] == "torch"
 
 
 @pytest.mark.soak

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import Trainer as HuggingFaceTrainer
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import Trainer as HuggingFaceTrainer
 
 from andon.config.finetune import FinetuneConfig
 from andon.data.batches import NO_TARGET
