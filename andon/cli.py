@@ -8,7 +8,7 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,8 @@ from andon.transport.base import GroupError
 from andon.version import VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
     from andon.config.finetune import FinetuneConfig
@@ -98,7 +100,7 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
     Without either it trains on the built-in stories. Any configuration key is an option: --section.key value
     (`andon config show` lists them): --workers 2 --optim.lr 3e-4 --train.steps=100
     """
-    _launch(_config(context.args), resume)
+    _launch(_run_config(context.args), resume)
 
 
 @app.command(context_settings=ANY, epilog=EXIT_CODES)
@@ -113,10 +115,7 @@ def finetune(
     run's folder, runs/finetune unless --run.dir says otherwise. Every key is an option (`andon config show --finetune`
     lists them): --workers 2 --lora.rank 16 --lora.targets q_proj,v_proj --train.epochs 2
     """
-    if not any(not argument.startswith("--") for argument in context.args):
-        remedy = f"`andon finetune {model} samples.jsonl`"
-        raise UserError("There is no data", "`andon finetune` takes a model and files of samples", remedy)
-    _launch(_finetune_config(model, context.args), resume)
+    _launch(_finetune_config([model, *context.args]), resume)
 
 
 def _launch(config: RunSettings, resume: str) -> None:
@@ -175,7 +174,7 @@ def coordinator(
     """
     from andon.cluster.launch import Door, serve
 
-    config = _config(context.args)
+    config = _run_config(context.args)
     host, port = _address(bind) if bind else ("", None)
     sys.exit(serve(config, resume, Door(host, port, _tls(tls_cert, tls_key, tls_ca)), _console(lasting=True)))
 
@@ -445,7 +444,8 @@ def config_show(
     finetune: Annotated[bool, typer.Option("--finetune", help="The keys of `andon finetune`.")] = False,
 ) -> None:
     """Print the configuration that CONFIG.yaml, presets and overrides resolve to."""
-    typer.echo((_finetune_config("MODEL", context.args) if finetune else _config(context.args)).to_yaml(), nl=False)
+    config = _finetune_config(context.args or ["MODEL", "DATA"]) if finetune else _config(context.args)
+    typer.echo(config.to_yaml(), nl=False)
 
 
 @config_app.command("validate", context_settings=ANY)
@@ -489,14 +489,30 @@ def _config(arguments: list[str]) -> Config:
     return load(Path(files[0]) if files else None, {"data.corpus": corpus, **overrides} if corpus else overrides)
 
 
-def _finetune_config(model: str, arguments: list[str]) -> FinetuneConfig:
+def _finetune_config(arguments: list[str], values: Mapping[str, Any] | None = None) -> FinetuneConfig:
+    """The configuration of MODEL DATA… and options, or of a file's values and options."""
     from andon.config.finetune import FinetuneConfig
     from andon.config.load import merge, parse_arguments, validate
 
-    files, overrides = parse_arguments(arguments, FinetuneConfig)
-    return validate(
-        merge({}, {"model": model, "data.files": files or ["DATA"], **overrides}, FinetuneConfig), FinetuneConfig
-    )
+    paths, overrides = parse_arguments(arguments, FinetuneConfig)
+    if values is None:
+        model, *files = paths
+        if not files and "data.files" not in overrides:
+            remedy = f"`andon finetune {model} samples.jsonl`"
+            raise UserError("There is no data", "`andon finetune` takes a model and files of samples", remedy)
+        overrides = {"model": model, **({"data.files": files} if files else {}), **overrides}
+    return validate(merge(values or {}, overrides, FinetuneConfig), FinetuneConfig)
+
+
+def _run_config(arguments: list[str]) -> RunSettings:
+    """The configuration of a run of either kind: a file with a section `lora` is about fine-tuning."""
+    from andon.config.load import read_yaml
+
+    files = [argument for argument in arguments if argument.endswith((".yaml", ".yml")) and argument[0] != "-"]
+    values = read_yaml(Path(files[0])) if len(files) == 1 else {}
+    if "lora" not in values:
+        return _config(arguments)
+    return _finetune_config([argument for argument in arguments if argument not in files], values)
 
 
 def _choose_kernels(numerics: Numerics = "portable") -> None:

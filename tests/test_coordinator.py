@@ -31,10 +31,13 @@ from andon.control.token import Credentials
 from andon.data.build import Corpus, find, prepare, receive
 from andon.data.token_set import TokenSet
 from andon.errors import UserError
+from andon.finetune.base import Base
+from andon.finetune.samples import SampleSet, prepare_samples
 from andon.transport.base import ProtocolError
 from tests.group_harness import busy
 from tests.runs import SMALL, andon, events, start, summary, train, wait_for_step
 from tests.thread_group import thread_groups
+from tests.tuning import endings, make_model, tune_config
 
 STEPS = ["--train.steps=8"]
 TOKEN = "the token of the tests"
@@ -316,6 +319,20 @@ def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it
     found = find(tmp_path / "mine", tokens.digest, TokenSet.open)
     assert found is not None and found.folder == received.folder
     assert find(tmp_path / "mine", "another digest", TokenSet.open) is None
+
+
+def test_a_worker_receives_the_samples_of_a_fine_tuning(tmp_path: Path) -> None:
+    config = tune_config(make_model(tmp_path / "model"), endings(tmp_path / "ends.jsonl", 12))
+    samples = prepare_samples(config, Base(config.model))
+    job = {**JOB, "data": samples.digest, "tokens": str(samples.folder)}
+    with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
+        _, client = join(coordinator.address, TOKEN, None)
+        received = receive(tmp_path / "mine", samples.digest, client.fetch, SampleSet.open)
+        client.enter({"data": received.digest, "folder": "mark"})
+        assert client.wait_for_all()
+        client.leave(0)
+        assert coordinator.wait() == 0
+    assert received.folder != samples.folder and (received.tokens(5) == samples.tokens(5)).all()
 
 
 def test_what_arrives_with_another_digest_is_not_kept(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ def test_what_is_too_long_is_cut_so_that_the_answer_stays_and_counted(models: Pa
         targets, before = cut.answer(number), whole.answer(number)
         kept, answer = targets[targets != NO_TARGET], before[before != NO_TARGET]
         assert (kept == answer[: len(kept)]).all() and len(kept) == min(19, len(answer))
+        prompt = whole.tokens(number)[before == NO_TARGET]
+        assert (cut.tokens(number)[targets == NO_TARGET] == prompt[len(kept) - 20 :]).all()
     texts = samples_of(models / "llama", plots(tmp_path / "plots.jsonl", 20), train__context=20)
     assert texts.meta["cut"] == 20 and len(texts.tokens(0)) == 20
     talk = samples_of(models / "chat", chats(tmp_path / "chats.jsonl", 4), train__context=20)

@@ -36,18 +36,24 @@ def make_model(folder: Path, family: str = "llama", chat: bool = False, **sizes:
     """The folder of a small model with random weights and a tokenizer of the built-in stories."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    heads = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    heads: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+    }
     if family == "gpt2":
         heads = {"n_head": 2, "n_layer": 2, "n_embd": WIDTH}
     if family == "qwen2":
         heads["num_key_value_heads"] = 1
     positions = "n_positions" if family == "gpt2" else "max_position_embeddings"
     tokens = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
-    config = AutoConfig.for_model(family, vocab_size=VOCAB, **{positions: 160}, **heads, **tokens, **sizes)
+    own = {"vocab_size": VOCAB, positions: 160, **heads, **tokens, **sizes}
+    config = AutoConfig.for_model(family, **own)
     torch.manual_seed(1)
     kind = AutoModelForSequenceClassification if family == "bert" else AutoModelForCausalLM
     kind.from_config(config).save_pretrained(folder)
-    Tokenizer.train(stories.stories(1, 300), VOCAB).save(folder)
+    Tokenizer.train(stories.stories(1, 300), own["vocab_size"]).save(folder)
     if chat:
         (folder / "chat_template.jinja").write_text(CHAT)
     return folder

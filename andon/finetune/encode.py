@@ -10,7 +10,10 @@ conversation, so that the answer stays.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from andon.data.batches import NO_TARGET
 from andon.errors import UserError, shown
@@ -22,8 +25,13 @@ class Sample:
     """The tokens of one sample; `targets` has as many, or is the one class."""
 
     place: Place
-    ids: Sequence[int]
-    targets: Sequence[int]
+    ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, place: Place, ids: Sequence[int], targets: Sequence[int]) -> Self:
+        """A sample in four bytes a token, because all of them are in memory at once."""
+        return cls(place, np.array(ids, np.int32), np.array(targets, np.int32))
 
 
 @dataclass
@@ -64,7 +72,7 @@ class Encoder:
             if len(ids) > self.context:
                 self.cut += 1
                 ids = self.tokenizer(row.text("text"), truncation=True, max_length=self.context)["input_ids"]
-            found.append(Sample(row.place, ids, [self._numbers[label]]))
+            found.append(Sample.of(row.place, ids, [self._numbers[label]]))
         return found
 
     def _prompts(self, rows: Sequence[Row]) -> list[Sample]:
@@ -89,7 +97,7 @@ class Encoder:
         self.cut += len(before) + len(answer) > self.context
         answer = answer[: self.context - 1]
         kept = before[-(self.context - len(answer)) :]
-        return Sample(place, kept + answer, [NO_TARGET] * len(kept) + answer)
+        return Sample.of(place, kept + answer, [NO_TARGET] * len(kept) + answer)
 
     def _chats(self, rows: Sequence[Row]) -> list[Sample]:
         return [self._chat(row.place, check_messages(row)) for row in rows]
@@ -117,7 +125,7 @@ class Encoder:
         ids, targets = ids[-self.context :], targets[-self.context :]
         if all(target == NO_TARGET for target in targets[1:]):
             raise _empty_answer(place, "the last answer")
-        return Sample(place, ids, targets)
+        return Sample.of(place, ids, targets)
 
     def _render(self, place: Place, messages: list[dict[str, str]], answering: bool = False) -> str:
         try:

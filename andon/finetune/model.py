@@ -1,5 +1,6 @@
 """The model that is trained: a Hugging Face model with LoRA adapters, or with all its weights."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,6 @@ def load_adapter(folder: Path) -> tuple[nn.Module, Base, Task]:
 
 def labels_of(folder: Path, base: Base) -> list[str]:
     """The classes that an adapter was trained for, from its `state.json`; those of its model if it has none."""
-    import json
-
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         return [str(name) for name in state["labels"]]

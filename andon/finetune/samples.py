@@ -185,9 +185,8 @@ class _Builder:
             places.append(row.place)
             named.append(label_of(row))
         held_out = {number for batch in _windows(len(named), self.validation) for number in batch}
-        known = self.base.own_labels or sorted(
-            {name for at, name in enumerate(named) if at not in held_out}, key=_order
-        )
+        seen = {name for number, name in enumerate(named) if number not in held_out}
+        known = self.base.own_labels or sorted(seen, key=_order)
         for place, name in zip(places, named, strict=True):
             if name not in known:
                 raise unseen_label(place, name, known)
@@ -200,8 +199,8 @@ class _Builder:
         numbers = {file: number for number, file in enumerate(self.files)}
         lengths = [len(sample.ids) for sample in samples]
         arrays = {
-            "ids": np.concatenate([np.array(sample.ids, np.int32) for sample in samples]),
-            "targets": np.concatenate([np.array(sample.targets, np.int32) for sample in samples]),
+            "ids": np.concatenate([sample.ids for sample in samples]),
+            "targets": np.concatenate([sample.targets for sample in samples]),
             "starts": np.cumsum([0, *lengths], dtype=np.int64),
             "places": np.array([(numbers[each.place.file], each.place.line) for each in samples], np.int64),
         }

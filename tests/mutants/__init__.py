@@ -35,6 +35,7 @@ class Mutant:
 
 def everything() -> list[Mutant]:
     """All mutants, by room."""
-    from tests.mutants import checkpoints, foundations, steps, transports
+    from tests.mutants import checkpoints, foundations, steps, transports, tuning
 
-    return [*foundations.MUTANTS, *steps.MUTANTS, *checkpoints.MUTANTS, *transports.MUTANTS]
+    rooms = (foundations, steps, checkpoints, transports, tuning)
+    return [mutant for room in rooms for mutant in room.MUTANTS]
