@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -120,6 +121,16 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
         return psutil.Process(process.pid).children()
     except psutil.NoSuchProcess:
         return []
+
+
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    """The addresses at which a process and its children listen."""
+    found: list[tuple[str, int]] = []
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.Error):
+            known = [one for one in each.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            found += [(str(one.laddr[0]), int(one.laddr[1])) for one in known]
+    return found
 
 
 def finish(process: subprocess.Popen[str]) -> str:

@@ -89,12 +89,15 @@ def test_workers_started_by_hand_give_the_answer(tmp_path: Path, answer: str, tr
 
 
 @pytest.mark.parametrize("transport", ["star", "ring", "torch"])
-def test_workers_may_come_later_than_any_timeout(tmp_path: Path, answer: str, transport: str) -> None:
-    options = ["--workers=2", f"--group.transport={transport}", "--group.timeout=2"]
+@pytest.mark.parametrize(("timeout", "late"), [(2, 2.5), pytest.param(60, 90.0, marks=pytest.mark.soak)])
+def test_workers_may_come_later_than_any_timeout(
+    tmp_path: Path, answer: str, transport: str, timeout: int, late: float
+) -> None:
+    options = ["--workers=2", f"--group.transport={transport}", f"--group.timeout={timeout}"]
     with coordinating(tmp_path, *options) as (coordinator, address):
-        time.sleep(2.5)
+        time.sleep(late)
         first = start("worker", address, cwd=tmp_path)
-        time.sleep(2.5)
+        time.sleep(late)
         second = start("worker", address, cwd=tmp_path)
         assert end(first) and first.returncode == 0 and end(second) and second.returncode == 0
         end(coordinator, 30)

@@ -132,8 +132,8 @@ def test_a_second_ctrl_c_quits_at_once_and_leaves_no_process(tmp_path: Path) -> 
     while "Once more quits" not in process.stdout.readline():
         assert process.poll() is None
     ctrl_c(process)
-    finish(process)
-    assert process.returncode == 1
+    output = finish(process)
+    assert process.returncode == 1 and "A second Ctrl-C" in output, output
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive
 

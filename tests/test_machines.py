@@ -111,8 +111,8 @@ def test_a_machine_that_falls_silent_is_named_within_six_seconds(tmp_path: Path,
         assert workers["gamma"].returncode == 1 and "was lost" in output and "Traceback" not in output, output
 
 
-def train_over_a_bad_network(tmp_path: Path, seconds: float) -> None:
-    options = ["--workers=3", "--group.transport=ring", "--train.steps=100000", "--checkpoint.every=0"]
+def train_over_a_bad_network(tmp_path: Path, transport: str, seconds: float) -> None:
+    options = ["--workers=3", f"--group.transport={transport}", "--train.steps=100000", "--checkpoint.every=0"]
     with network("alpha", "beta", "gamma", weather=Weather(delay=0.1, jitter=0.03, loss=0.01)) as hosts:
         coordinator = coordinate(hosts["alpha"], tmp_path, *options)
         workers = [host.start("worker", "alpha", cwd=tmp_path, **TOKEN) for host in hosts.values()]
@@ -127,13 +127,14 @@ def train_over_a_bad_network(tmp_path: Path, seconds: float) -> None:
 
 
 def test_delay_and_loss_are_no_death(tmp_path: Path) -> None:
-    train_over_a_bad_network(tmp_path, 4.0)
+    train_over_a_bad_network(tmp_path, "ring", 4.0)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_delay_and_loss_are_no_death_for_long(tmp_path: Path) -> None:
-    train_over_a_bad_network(tmp_path, SECONDS)
+@pytest.mark.parametrize("transport", ["ring", "star", "torch"])
+def test_delay_and_loss_are_no_death_for_long(tmp_path: Path, transport: str) -> None:
+    train_over_a_bad_network(tmp_path, transport, SECONDS)
 
 
 @pytest.mark.parametrize("transport", ["star", soak("ring"), soak("torch")])

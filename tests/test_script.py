@@ -142,6 +142,12 @@ def test_the_exit_code_of_a_script_is_that_of_the_command(tmp_path: Path) -> Non
     assert code == 7 and "ended seven.py with exit code 7" in output, output
 
 
+def test_a_script_that_is_killed_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    code, output = andon("run", "--workers=1", "dies.py", cwd=tmp_path)
+    assert code == 1 and "killed by SIGKILL" in output, output
+
+
 def test_under_plain_python_ctrl_c_saves_and_mistakes_are_three_lines(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "resume.py"), "run", "100000"]
     process = subprocess.Popen(

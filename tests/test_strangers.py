@@ -34,7 +34,7 @@ from andon.transport.tcp.entrance.handshake import NotAuthenticated
 from andon.transport.tcp.frames import Accepted, Challenge, Hello, Operation, decode, frame
 from andon.transport.tcp.star_server import checked_operation
 from tests.plain_peers import PlainSocket
-from tests.runs import SMALL, events_so_far, start, wait_for_step, workers_of
+from tests.runs import SMALL, events_so_far, listening, start, wait_for_step, workers_of
 
 TOKEN = "the token of the tests"
 JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark"}
@@ -435,16 +435,6 @@ def test_the_token_is_in_a_file_that_only_its_owner_reads(tmp_path: Path, monkey
         token_of_worker(None)
 
 
-def listening(process: psutil.Process) -> list[tuple[str, int]]:
-    """The addresses at which a process and its children listen."""
-    found: list[tuple[str, int]] = []
-    for each in (process, *process.children(recursive=True)):
-        with suppress(psutil.Error):
-            known = [one for one in each.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-            found += [(str(one.laddr[0]), int(one.laddr[1])) for one in known]
-    return found
-
-
 @pytest.mark.parametrize("transport", ["shm", "star", "ring", "torch"])
 def test_a_stranger_on_the_same_machine_finds_no_open_port_and_no_secret(tmp_path: Path, transport: str) -> None:
     """While `andon train` runs: loopback only, no secret on a command line, a challenge or nothing at each port."""
@@ -466,18 +456,3 @@ def test_a_stranger_on_the_same_machine_finds_no_open_port_and_no_secret(tmp_pat
     assert process.poll() is None
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert secret not in text and not any(secret in log.read_text() for log in (tmp_path / "run/logs").iterdir())
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_read_the_token_of_a_run_or_of_its_workers(tmp_path: Path) -> None:
-    token_of_run(tmp_path)
-    for path in (tmp_path, *tmp_path.parents):
-        if path.stat().st_uid == os.getuid() and path != Path("/") and path != Path("/tmp"):
-            path.chmod(0o755)
-    options = ["--workers=1", "--train.steps=100000", "--run.dir=run"]
-    process = start("train", *SMALL, *options, cwd=tmp_path, executed=True)
-    wait_for_step(tmp_path / "run", 2, process)
-    worker = workers_of(process)[0].pid
-    script = f"cat {tmp_path}/token /proc/{process.pid}/environ /proc/{worker}/environ"
-    done = subprocess.run(["sh", "-c", script], user=65534, group=65534, extra_groups=[], capture_output=True)
-    assert done.returncode != 0 and done.stdout == b"" and done.stderr.count(b"Permission denied") == 3, done

@@ -1,5 +1,6 @@
 """One rank of the benchmark on hosts: `python -m andon.bench.hosts_rank '{...}'` prints its timings."""
 
+import gc
 import json
 import os
 import sys
@@ -65,6 +66,8 @@ def main(task: dict[str, Any]) -> None:
                 started = time.perf_counter()
                 work()
                 seconds[name].append(time.perf_counter() - started)
+        works.clear()
+        gc.collect()  # a DDP model that outlives the process group can hang in its end
         gloo.barrier()
     print(json.dumps({name: each[WARM_UP:] for name, each in seconds.items()}), flush=True)
 

@@ -608,7 +608,7 @@ MUTANTS = [
         "cluster/processes.py",
         "codes.append(code if code >= 0 else EXIT_USER_ERROR)",
         "codes.append(max(code, 0))",
-        ("test_interrupt.py::test_a_killed_worker_that_was_alone_is_an_error_too",),
+        ("test_script.py::test_a_script_that_is_killed_is_an_error",),
     ),
     Mutant(
         "halt-is-an-error",
