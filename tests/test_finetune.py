@@ -24,7 +24,7 @@ from andon.integrity.halt import JidokaHalt
 from andon.transport.local import LocalGroup
 from tests import prefork
 from tests.runs import andon, environment, events, finish, start, summary
-from tests.tuning import FAMILIES, chats, endings, make_model, open_run, plots, tune, tune_config
+from tests.tuning import FAMILIES, chats, endings, make_model, open_run, plots, tune, tune_config, write_rows
 
 QUICK = [
     *("--device=cpu", "--train.slots=6", "--train.micro_batch=2", "--train.context=48", "--train.steps=6"),
@@ -80,8 +80,13 @@ def test_the_loss_is_that_of_transformers_over_the_answers_of_the_whole_step(pla
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_the_padding_of_a_batch_changes_nothing(place: Path, tmp_path: Path, family: str) -> None:
-    data = place / ("plots.jsonl" if family == "bert" else "endings.jsonl")
-    run = open_run(tune_config(place / family, data, train__context=160, run__dir=str(tmp_path)), LocalGroup())
+    data = place / "endings.jsonl"
+    if family == "bert":
+        data = write_rows(
+            tmp_path / "short.jsonl", [{"text": "a b " * size, "label": size % 2} for size in range(1, 17)]
+        )
+    model = make_model(tmp_path / "model", family, initializer_range=0.3)
+    run = open_run(tune_config(model, data, train__context=160, run__dir=str(tmp_path / "run")), LocalGroup())
     run.trainer.model.module.eval()
     numbers = run.batches.windows(1, 0)
     losses = []
@@ -90,6 +95,7 @@ def test_the_padding_of_a_batch_changes_nothing(place: Path, tmp_path: Path, fam
             x, y = (torch.from_numpy(each) for each in run.batches.stack(chosen))
             losses.append(run.learning.judge(x, y)[0].item())
     run.trainer.close()
+    assert len({len(run.samples.tokens(number)) for number in numbers}) > 1
     assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-5)
 
 

@@ -60,6 +60,9 @@ def test_what_is_too_long_is_cut_so_that_the_answer_stays_and_counted(models: Pa
     whole = samples_of(models / "llama", endings(tmp_path / "ends.jsonl", 6), train__context=160)
     cut = samples_of(models / "llama", tmp_path / "ends.jsonl", train__context=20)
     assert whole.meta["cut"] == 0 and cut.meta["cut"] == 6
+    lengths = sorted(len(whole.tokens(number)) for number in range(6))
+    some = samples_of(models / "llama", tmp_path / "ends.jsonl", train__context=lengths[3])
+    assert some.meta["cut"] == sum(length > lengths[3] for length in lengths) > 0
     for number in range(6):
         assert len(cut.tokens(number)) == 20
         targets, before = cut.answer(number), whole.answer(number)
