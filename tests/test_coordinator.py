@@ -32,7 +32,8 @@ from andon.data.build import Corpus, find, prepare, receive
 from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.finetune.base import Base
-from andon.finetune.samples import SampleSet, prepare_samples
+from andon.finetune.samples.sample_set import SampleSet
+from andon.finetune.samples.tokenize import prepare_samples
 from andon.transport.base import ProtocolError
 from tests.group_harness import busy
 from tests.runs import SMALL, andon, events, start, summary, train, wait_for_step

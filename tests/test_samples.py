@@ -16,7 +16,8 @@ from andon.config.load import build, merge, validate
 from andon.data.batches import NO_TARGET
 from andon.errors import UserError
 from andon.finetune.base import Base
-from andon.finetune.samples import PADDING, SampleBatches, SampleSet, prepare_samples
+from andon.finetune.samples.sample_set import PADDING, SampleBatches, SampleSet
+from andon.finetune.samples.tokenize import prepare_samples
 from tests.tuning import chats, endings, make_model, plots, tune_config, write_rows
 
 Rows = list[Mapping[str, Any]]

@@ -18,8 +18,8 @@ from andon.data.tokenizer import Tokenizer
 from andon.finetune.base import Base
 from andon.finetune.build import build_finetuning
 from andon.finetune.loop import FineTuning
-from andon.finetune.prepare import settle
-from andon.finetune.samples import prepare_samples
+from andon.finetune.plan import settle
+from andon.finetune.samples.tokenize import prepare_samples
 from andon.run.events import Event, no_event
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup

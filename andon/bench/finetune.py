@@ -21,7 +21,7 @@ from andon.config.load import merge, validate
 from andon.data import stories
 from andon.data.tokenizer import Tokenizer
 from andon.errors import UserError
-from andon.finetune.prepare import settle
+from andon.finetune.plan import settle
 from andon.model.hub_config import to_hub
 from andon.model.shape import SHAPES
 

@@ -41,7 +41,7 @@ def settle(config: RunSettings, console: Console) -> RunSettings:
     """The configuration with what only the data decides: how many steps its epochs take."""
     if not isinstance(config, FinetuneConfig):
         return config
-    from andon.finetune.prepare import settle as settle_finetuning
+    from andon.finetune.plan import settle as settle_finetuning
 
     return settle_finetuning(config, console)
 
@@ -49,7 +49,7 @@ def settle(config: RunSettings, console: Console) -> RunSettings:
 def show_plan(console: Console, config: RunSettings) -> None:
     """Print the plan of a run."""
     if isinstance(config, FinetuneConfig):
-        from andon.finetune.prepare import show_plan as show_finetuning
+        from andon.finetune.plan import show_plan as show_finetuning
 
         return show_finetuning(console, config)
     return display.show_plan(console, _pretraining(config))
@@ -59,7 +59,7 @@ def prepare(config: RunSettings, console: Console) -> Prepared:
     """The data of a run, made now or taken from the cache."""
     if isinstance(config, FinetuneConfig):
         from andon.finetune.base import Base
-        from andon.finetune.samples import prepare_samples
+        from andon.finetune.samples.tokenize import prepare_samples
 
         return prepare_samples(config, Base(config.model))
     return prepare_tokens(_pretraining(config), console)
@@ -68,7 +68,7 @@ def prepare(config: RunSettings, console: Console) -> Prepared:
 def open_data(config: RunSettings, folder: Path) -> Prepared:
     """The data in a folder of the cache."""
     if isinstance(config, FinetuneConfig):
-        from andon.finetune.samples import SampleSet
+        from andon.finetune.samples.sample_set import SampleSet
 
         return SampleSet.open(folder)
     return TokenSet.open(folder)
@@ -78,7 +78,7 @@ def make_run(config: RunSettings, data: Prepared, group: Group, device: torch.de
     """One rank's run with its trainer."""
     if isinstance(config, FinetuneConfig):
         from andon.finetune.build import build_finetuning
-        from andon.finetune.samples import SampleSet
+        from andon.finetune.samples.sample_set import SampleSet
 
         assert isinstance(data, SampleSet)
         return build_finetuning(config, data, group, device, emit)

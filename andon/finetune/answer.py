@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from andon.config.finetune import Task
 from andon.data.batches import NO_TARGET
 from andon.finetune.base import Base
-from andon.finetune.samples import SampleSet
+from andon.finetune.samples.sample_set import SampleSet
 
 
 class Answering:
@@ -27,7 +27,7 @@ class Answering:
             label, share = self.classify(ids.tolist())
             return f"{text} → {label} ({share:.0%}); {'right' if label == expected else f'it is {expected}'}"
         targets = samples.answer(number)
-        first = int((targets != NO_TARGET).argmax())
+        first = max(1, int((targets != NO_TARGET).argmax()))
         expected = self.base.tokenizer.decode(ids[targets != NO_TARGET].tolist(), skip_special_tokens=True)
         prompt = ids[:first].tolist()
         text = self.base.tokenizer.decode(prompt, skip_special_tokens=True)

@@ -12,7 +12,7 @@ from andon.config.finetune import Task
 from andon.data.sources import digest as file_digest
 from andon.errors import UserError
 from andon.files import expand
-from andon.finetune.rows import Columns
+from andon.finetune.samples.rows import Columns
 
 POSITIONS: Final = ("max_position_embeddings", "n_positions", "n_ctx")
 WRITERS: Final = ("ForCausalLM", "LMHeadModel")

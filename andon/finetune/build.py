@@ -14,7 +14,7 @@ from andon.errors import UserError
 from andon.finetune.base import Base
 from andon.finetune.loop import FineTuning
 from andon.finetune.model import build_model
-from andon.finetune.samples import SampleBatches, SampleSet
+from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 from andon.finetune.task import Learning
 from andon.run.build import build_checkpointer, build_optimizer, inject, step_settings
 from andon.run.events import Emit

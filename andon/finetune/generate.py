@@ -17,7 +17,8 @@ LENGTH = 256
 
 def is_for_transformers(folder: Path) -> bool:
     """Whether `transformers` must load a folder: an adapter, a result of fine-tuning, or no plain Llama."""
-    if (folder / "adapter_config.json").is_file() or "columns" in _read(folder / "state.json"):
+    state = _read(folder / "state.json")
+    if (folder / "adapter_config.json").is_file() or "columns" in state or _saved_by_finetuning(state):
         return True
     found = _read(folder / "config.json")
     return bool(found) and found.get("architectures", ["LlamaForCausalLM"]) != ["LlamaForCausalLM"]
@@ -56,10 +57,19 @@ def open_folder(folder: Path) -> Answering:
     if (folder / "adapter_config.json").is_file():
         model, base, task = load_adapter(folder)
         return Answering(model, base, task, labels_of(folder, base))
+    if not (folder / "config.json").is_file() and _saved_by_finetuning(_read(folder / "state.json")):
+        cause = "It is there to resume from: its adapters are not in PEFT's format yet"
+        remedy = "Use the folder `adapter` of the run, which is written at its end"
+        raise UserError(f"{folder} is a checkpoint of a fine-tuning run", cause, remedy)
     base = Base(folder)
     task = "classes" if base.architecture.endswith(SORTER) else "answers"
     labels = labels_of(folder, base)
     return Answering(load_weights(base, task, labels).eval(), base, task, labels)
+
+
+def _saved_by_finetuning(state: dict[str, Any]) -> bool:
+    config = state.get("config")
+    return isinstance(config, dict) and "lora" in config
 
 
 def _read(path: Path) -> dict[str, Any]:

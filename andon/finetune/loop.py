@@ -9,7 +9,7 @@ from andon.engine.trainer import Trainer
 from andon.finetune.answer import Answering
 from andon.finetune.base import Base
 from andon.finetune.result import write_result
-from andon.finetune.samples import SampleBatches, SampleSet
+from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 from andon.finetune.task import Learning
 from andon.run.events import Emit, event
 from andon.run.loop import Loop, while_others_wait
@@ -64,8 +64,5 @@ class FineTuning(Loop):
         state = {**self.trainer.progress.fields(), **right}
         model, samples, base = self.trainer.model.module, self.samples, self.base
         folder = self.config.run.dir
-        done = while_others_wait(
-            self.group, lambda: (write_result(folder, model, base, samples, state), self.answers())
-        )
-        found, answers = done or (folder, [])
-        return {**right, "result": str(found), "samples": answers}
+        written = while_others_wait(self.group, lambda: write_result(folder, model, base, samples, state))
+        return {**right, "result": str(written), "samples": while_others_wait(self.group, self.answers)}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from safetensors import SafetensorError
 from torch import nn
 
 from andon.checkpoint.format import record_of, write_tensors
@@ -17,7 +18,7 @@ from andon.errors import UserError
 from andon.files import expand, sync
 from andon.finetune.base import Base
 from andon.finetune.model import import_peft, load_adapter
-from andon.finetune.samples import SampleSet
+from andon.finetune.samples.sample_set import SampleSet
 
 ONE_FILE: Final = "100000GB"
 
@@ -60,6 +61,15 @@ def merge(adapter: Path, out: Path | None) -> Path:
 
 def publish(folder: Path, write: Callable[[Path], None], step: int) -> Path:
     """Have files written into a temporary folder, seal them with a manifest and give the folder its name."""
+    try:
+        return _publish(folder, write, step)
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or str(error)
+        remedy = "Free some space there; the same command writes it again"
+        raise UserError(f"{folder} could not be written", cause, remedy) from None
+
+
+def _publish(folder: Path, write: Callable[[Path], None], step: int) -> Path:
     temporary, aside = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
     for leftover in (temporary, aside):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -13,7 +13,7 @@ MUTANTS = [
     Mutant(
         "prompt-is-learned",
         "The tokens of the prompt are targets, too.",
-        "finetune/encode.py",
+        "finetune/samples/encode.py",
         "[NO_TARGET] * len(kept) + answer)",
         "kept + answer)",
         ("test_samples.py::test_only_the_answer_and_its_end_are_targets",),
@@ -21,7 +21,7 @@ MUTANTS = [
     Mutant(
         "answer-without-end",
         "The model does not learn where an answer ends.",
-        "finetune/encode.py",
+        "finetune/samples/encode.py",
         "answer = answer if end is None else [*answer, end]",
         "answer = list(answer)",
         ("test_samples.py::test_only_the_answer_and_its_end_are_targets",),
@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(
         "end-of-prompt-cut",
         "What is too long loses the end of its prompt.",
-        "finetune/encode.py",
+        "finetune/samples/encode.py",
         "kept = before[-(self.context - len(answer)) :]",
         "kept = before[: self.context - len(answer)]",
         (CUT,),
@@ -37,7 +37,7 @@ MUTANTS = [
     Mutant(
         "cut-not-counted",
         "A prompt that was cut is not counted.",
-        "finetune/encode.py",
+        "finetune/samples/encode.py",
         "self.cut += len(before) + len(answer) > self.context",
         "self.cut += len(answer) > self.context",
         (CUT,),
@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant(
         "last-answer-only",
         "Only the last answer of a conversation is learned.",
-        "finetune/encode.py",
+        "finetune/samples/encode.py",
         "                    spans.append((len(before), len(after)))\n",
         "                    spans = [(len(before), len(after))]\n",
         ("test_samples.py::test_every_answer_of_a_conversation_is_a_target",),
@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         "empty-answer-accepted",
         "A completion of spaces is a sample.",
-        "finetune/encode.py",
+        "finetune/samples/encode.py",
         'if not row.text("completion").strip() or not answer:',
         "if not answer:",
         (ROW,),
@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "unseen-label-accepted",
         "A held-out label that no training sample has becomes a class.",
-        "finetune/samples.py",
+        "finetune/samples/tokenize.py",
         "seen = {name for number, name in enumerate(named) if number not in held_out}",
         "seen = set(named)",
         (ROW,),
@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "lines-from-zero",
         "Lines count from 0.",
-        "finetune/rows.py",
+        "finetune/samples/rows.py",
         "for number, line in enumerate(stream, 1):",
         "for number, line in enumerate(stream):",
         (ROW,),
@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "own-token-as-target",
         "A token's target is the token itself.",
-        "finetune/samples.py",
+        "finetune/samples/sample_set.py",
         "_padded([row[1:] for row in answers], NO_TARGET)",
         "_padded([row[:-1] for row in answers], NO_TARGET)",
         ("test_samples.py::test_a_batch_is_padded_and_its_targets_are_the_next_tokens",),

@@ -9,7 +9,7 @@ conversation, so that the answer stays.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from andon.data.batches import NO_TARGET
 from andon.errors import UserError, shown
-from andon.finetune.rows import Columns, Place, Row, bad_row, plain
+from andon.finetune.samples.rows import Columns, Place, Row, bad_row, plain
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,14 @@ class Sample:
         return cls(place, np.array(ids, np.int32), np.array(targets, np.int32))
 
 
-@dataclass
 class Encoder:
-    """Turns rows of one kind into samples."""
+    """Turns rows of one kind into samples; `classes` are the names of the classes, in their order."""
 
-    tokenizer: Any
-    columns: Columns
-    context: int
-    classes: list[str] = field(default_factory=list)
-    """The names of the classes, in their order; filled by `know_classes`."""
-    cut: int = 0
-    """Samples that were longer than the context."""
-
-    def know_classes(self, labels: Sequence[str]) -> None:
-        """The classes of the training rows."""
-        self.classes = list(labels)
-        self._numbers = {name: number for number, name in enumerate(labels)}
+    def __init__(self, tokenizer: Any, columns: Columns, context: int, classes: Sequence[str]) -> None:
+        self.tokenizer, self.columns, self.context = tokenizer, columns, context
+        self.cut = 0
+        """Samples that were longer than the context."""
+        self._numbers = {name: number for number, name in enumerate(classes)}
 
     def __call__(self, rows: Sequence[Row]) -> list[Sample]:
         """The samples of some rows, tokenized together."""
@@ -64,15 +56,12 @@ class Encoder:
         texts = [row.text("text") for row in rows]
         found = []
         for row, ids in zip(rows, self._ids(texts, special=True), strict=True):
-            if not ids:
-                raise bad_row(row.place, "the text is empty", "It has no token", "Remove the line, or give it a text")
-            label = label_of(row)
-            if label not in self._numbers:
-                raise unseen_label(row.place, label, self.classes)
+            if not ids or not row.text("text").strip():
+                raise bad_row(row.place, "the text is empty", "It has no words", "Remove the line, or give it a text")
             if len(ids) > self.context:
                 self.cut += 1
                 ids = self.tokenizer(row.text("text"), truncation=True, max_length=self.context)["input_ids"]
-            found.append(Sample.of(row.place, ids, [self._numbers[label]]))
+            found.append(Sample.of(row.place, ids, [self._numbers[label_of(row)]]))
         return found
 
     def _prompts(self, rows: Sequence[Row]) -> list[Sample]:

@@ -8,7 +8,8 @@ from rich.table import Column, Table
 from andon.config.finetune import FinetuneConfig
 from andon.errors import UserError
 from andon.finetune.base import Base
-from andon.finetune.samples import SampleBatches, SampleSet, prepare_samples, steps_of
+from andon.finetune.samples.sample_set import SampleBatches, SampleSet, steps_of
+from andon.finetune.samples.tokenize import prepare_samples
 
 
 def settle(config: FinetuneConfig, console: Console) -> FinetuneConfig:
