@@ -176,7 +176,10 @@ def coordinator(
 
     config = _run_config(context.args)
     host, port = _address(bind) if bind else ("", None)
-    sys.exit(serve(config, resume, Door(host, port, _tls(tls_cert, tls_key, tls_ca)), _console(lasting=True)))
+    tls = _tls(tls_cert, tls_key, tls_ca)
+    if tls:
+        tls.check_accepts()
+    sys.exit(serve(config, resume, Door(host, port, tls), _console(lasting=True)))
 
 
 @app.command(epilog=EXIT_CODES)

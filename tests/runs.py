@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+import pytest
 
 from tests import prefork
 
@@ -23,6 +24,11 @@ SMALL = [
     *("--eval.sample_every=0", "--optim.warmup=2", "--group.timeout=20", "--device=cpu"),
 ]
 """A model small enough that a run takes a moment."""
+
+
+def soak(*values: Any) -> Any:
+    """A case that only the long version of a test tries."""
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 def environment(cwd: Path) -> dict[str, str]:

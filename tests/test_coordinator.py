@@ -17,26 +17,29 @@ from typing import cast
 
 import pytest
 import torch
+from rich.console import Console
 
+from andon.cluster.launch import run_folder
 from andon.cluster.session import refuse_mixed_devices
 from andon.cluster.worker import in_own_folder
 from andon.config.load import build
+from andon.control import client as client_module
 from andon.control.client import join
 from andon.control.coordinator import Coordinator
 from andon.control.files import Receiver
 from andon.control.link import ControlLink
 from andon.control.members import Worker, seats
 from andon.control.stragglers import Stragglers
-from andon.control.token import Credentials
+from andon.control.token import Credentials, token_of_run
 from andon.data.build import Corpus, find, prepare, receive
 from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.finetune.base import Base
 from andon.finetune.samples.sample_set import SampleSet
 from andon.finetune.samples.tokenize import prepare_samples
-from andon.transport.base import ProtocolError
+from andon.transport.base import PeerLost, ProtocolError
 from tests.group_harness import busy
-from tests.runs import SMALL, andon, events, start, summary, train, wait_for_step
+from tests.runs import SMALL, andon, events, soak, start, summary, train, wait_for_step
 from tests.thread_group import thread_groups
 from tests.tuning import endings, make_model, tune_config
 
@@ -89,8 +92,8 @@ def test_workers_started_by_hand_give_the_answer(tmp_path: Path, answer: str, tr
     assert not any(TOKEN in text for text in (output, *outputs))
 
 
-@pytest.mark.parametrize("transport", ["star", "ring", "torch"])
-@pytest.mark.parametrize(("timeout", "late"), [(2, 2.5), pytest.param(60, 90.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("transport", ["star", soak("ring"), soak("torch")])
+@pytest.mark.parametrize(("timeout", "late"), [(2, 2.5), soak(60, 90.0)])
 def test_workers_may_come_later_than_any_timeout(
     tmp_path: Path, answer: str, transport: str, timeout: int, late: float
 ) -> None:
@@ -207,8 +210,17 @@ def test_sigterm_ends_a_coordinator_that_still_waits_and_its_workers(tmp_path: P
 LONG = ["--train.steps=100000", "--group.timeout=60"]
 
 
-@pytest.mark.parametrize("transport", ["star", "ring", "torch"])
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("transport", "sign"),
+    [
+        ("star", signal.SIGKILL),
+        ("ring", signal.SIGKILL),
+        ("torch", signal.SIGKILL),
+        ("star", signal.SIGSTOP),
+        soak("ring", signal.SIGSTOP),
+        soak("torch", signal.SIGSTOP),
+    ],
+)
 def test_every_survivor_names_who_died_and_the_coordinator_ends(
     tmp_path: Path, transport: str, sign: signal.Signals
 ) -> None:
@@ -309,6 +321,68 @@ def test_a_rank_that_is_lost_before_the_run_begins_is_free_again() -> None:
         assert coordinator.wait() == 0
 
 
+def test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_for_it() -> None:
+    with closing(Coordinator(JOB, 2, lambda event: None, credentials())) as coordinator:
+        waits, fails = clients = [join(coordinator.address, TOKEN, rank)[1] for rank in range(2)]
+        for client in clients:
+            client.enter({"data": "digest", "folder": "mark"})
+        assert all(client.wait_for_all() for client in clients)
+        waits._leaving = True  # being told must not end the tests
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(waits.exchange, "ring", "here")
+            fails.fail("Rank 1 stopped: ImportError", "An unexpected error", "Look there")
+            fails.leave(1)
+            with pytest.raises(PeerLost, match="rank 1 was lost during forming the group"):
+                waiting.result(10)
+        waits.leave(1)
+        assert coordinator.wait() == 1
+        assert coordinator.failures[0].what == "Rank 1 stopped: ImportError"
+
+
+def test_a_new_run_in_the_same_folder_keeps_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANDON_TOKEN")
+    config = build({}, {"run.dir": str(tmp_path / "run")}).on_this_machine()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    token = token_of_run(tmp_path / "run")
+    with run_folder(config, "none", Console(quiet=True)):
+        assert (tmp_path / "run.1").exists() and token_of_run(tmp_path / "run") == token
+
+
+@pytest.mark.parametrize(
+    ("variables", "cause"),
+    [
+        ({"RANK": "x"}, "RANK is 'x'"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+        ({"ANDON_TOKEN": "short"}, "ANDON_TOKEN has 5 characters"),
+    ],
+)
+def test_an_environment_that_torchrun_would_not_give_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], cause: str
+) -> None:
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **variables}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    code, output = andon("train", *SMALL, "--run.dir=run", "--group.transport=ring", cwd=tmp_path)
+    assert code == 1 and cause in output and "Traceback" not in output, output
+
+
+def test_under_torchrun_ranks_with_other_tokens_do_not_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    processes = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("ANDON_TOKEN", f"the token of rank number {rank}")
+        processes.append(start("train", *SMALL, f"--run.dir=run{rank}", "--group.transport=torch", cwd=tmp_path))
+    outputs = [end(process) for process in processes]
+    assert all(process.returncode == 1 for process in processes), outputs
+    assert any("does not know the run's token" in output for output in outputs), outputs
+
+
 def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it(tmp_path: Path) -> None:
     tokens = prepare(Corpus(stories_count=300, vocab_size=300), tmp_path / "theirs")
     job = {**JOB, "data": tokens.digest, "tokens": str(tokens.folder)}
@@ -337,6 +411,29 @@ def test_a_worker_receives_the_samples_of_a_fine_tuning(tmp_path: Path) -> None:
         client.leave(0)
         assert coordinator.wait() == 0
     assert received.folder != samples.folder and (received.tokens(5) == samples.tokens(5)).all()
+
+
+def test_data_that_arrives_faster_than_the_disk_takes_it_waits_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "theirs" / "tokens-00000.bin").write_bytes(bytes(30 << 20))
+    monkeypatch.setattr(client_module, "MOST_PIECES", 4)
+    waiting: list[int] = []
+    write = Receiver.write
+
+    def write_slowly(receiver: Receiver, piece: bytes) -> None:
+        waiting.append(client._inbox.qsize())
+        time.sleep(0.01)
+        write(receiver, piece)
+
+    monkeypatch.setattr(Receiver, "write", write_slowly)
+    with closing(Coordinator({**JOB, "tokens": str(tmp_path / "theirs")}, 1, lambda event: None, credentials())) as one:
+        _, client = join(one.address, TOKEN, None)
+        assert client.fetch(tmp_path / "mine") == 30 << 20
+        client.close()
+    assert max(waiting) < 20, waiting
 
 
 def test_what_arrives_with_another_digest_is_not_kept(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from andon.transport.base import GroupError
 from andon.transport.keys import LinkKeys
 from andon.transport.tcp.connect import connect
 from andon.transport.tcp.frames import Hello
-from tests.runs import SMALL, events_so_far, listening, start, wait_for_step, workers_of
+from tests.runs import SMALL, events_so_far, listening, soak, start, wait_for_step, workers_of
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 NOBODY = 65534
@@ -70,7 +70,7 @@ def intrusions(ports: set[tuple[str, int]], processes: list[int]) -> list[str]:
     return succeeded
 
 
-@pytest.mark.parametrize("transport", ["shm", "star", "ring", "torch"])
+@pytest.mark.parametrize("transport", ["torch", soak("shm"), soak("star"), soak("ring")])
 def test_another_user_joins_no_run_and_opens_none_of_its_memory(tmp_path: Path, transport: str) -> None:
     options = ["--workers=2", "--train.steps=100000", f"--group.transport={transport}", "--run.dir=run"]
     process = start("train", *SMALL, *options, cwd=tmp_path)

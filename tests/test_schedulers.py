@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
+from andon.commands.schedulers import run_name
+from andon.config.load import build
 from tests.runs import SMALL, andon
 
 
@@ -14,10 +17,19 @@ def test_the_job_script_is_a_valid_script_with_the_configuration(tmp_path: Path)
     options = ["--workers=3", "--threads=2", "--run.dir=runs/My run"]
     code, text = andon("launch", "slurm", *SMALL, *options, cwd=tmp_path)
     assert code == 0, text
-    for line in ("--ntasks=3", "--cpus-per-task=2", "--requeue", "--job-name=my-run", "--signal=B:TERM@120"):
+    for line in ("--ntasks=3", "--cpus-per-task=2", "--requeue", "--job-name=my-run", "--signal=B:USR1@120"):
         assert f"#SBATCH {line}\n" in text
-    assert "--token-file 'runs/My run'/token" in text and "'--run.dir=runs/My run'" in text and "gpus" not in text
+    runs = tmp_path / "runs"
+    assert f"--folder {runs} --token-file '{runs}/My run'/token" in text and "'--run.dir=runs/My run'" in text
+    assert "gpus" not in text and "unset ANDON_TOKEN" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("2026-exp", "run-2026-exp"), ("a" * 39 + "-b", "a" * 39), ("_", "run"), ("Mine", "mine")]
+)
+def test_names_are_those_that_schedulers_take(folder: str, name: str) -> None:
+    assert run_name(build({}, {"run.dir": folder})) == name
 
 
 def test_the_manifest_has_a_coordinator_workers_and_no_secret_in_it(tmp_path: Path) -> None:

@@ -89,6 +89,12 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         until(idle, "idle node")
         yield variables
     finally:
+        subprocess.run(["scancel", "--user=root"], env=variables)
+
+        def empty() -> bool:
+            return not subprocess.run(["squeue", "-h"], env=variables, capture_output=True).stdout
+
+        until(empty, "empty queue")
         for daemon in reversed(daemons):
             daemon.terminate()
             daemon.wait(20)

@@ -18,6 +18,7 @@ import torch
 from andon.engine.order import order_of_ranges
 from andon.transport.base import GroupTimeout, PeerLost, ProtocolError, Settings, Wire
 from andon.transport.keys import SERVER, LinkKeys
+from andon.transport.tcp import failure_detector
 from andon.transport.tcp.entrance.handshake import NotAuthenticated
 from andon.transport.tcp.star import StarGroup
 from andon.transport.tcp.star_server import StarServer
@@ -75,6 +76,21 @@ def test_a_server_ends_when_its_ranks_have_left_and_leaves_no_thread_behind() ->
             group.close()
         serving.result(SECONDS)
     assert threading.active_count() == before
+
+
+def test_a_rank_that_comes_late_makes_nobody_miss_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_detector, "DEAD_AFTER", 1.5)
+    server = StarServer(("127.0.0.1", 0), 2, SECONDS, link_keys(SERVER, 2))
+    with ThreadPoolExecutor(2) as pool:
+        serving = pool.submit(server.serve)
+        first = StarGroup.open(Seat(0, 2), at(server.address, 0, 2))
+        early = pool.submit(first.all_gather_bytes, b"early")
+        time.sleep(2.5)
+        second = StarGroup.open(Seat(1, 2), at(server.address, 1, 2))
+        assert second.all_gather_bytes(b"late") == early.result(SECONDS) == [b"early", b"late"]
+        for group in (first, second):
+            group.close()
+        serving.result(SECONDS)
 
 
 @pytest.mark.parametrize("wire", ["f32", "bf16"])

@@ -34,7 +34,7 @@ from andon.transport.tcp.entrance.handshake import NotAuthenticated
 from andon.transport.tcp.frames import Accepted, Challenge, Hello, Operation, decode, frame
 from andon.transport.tcp.star_server import checked_operation
 from tests.plain_peers import PlainSocket
-from tests.runs import SMALL, events_so_far, listening, start, wait_for_step, workers_of
+from tests.runs import SMALL, events_so_far, listening, soak, start, wait_for_step, workers_of
 
 TOKEN = "the token of the tests"
 JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark"}
@@ -235,6 +235,42 @@ def test_a_slow_writer_has_one_deadline_for_all_of_its_handshake(door: Door, mon
     assert door.admits_a_worker()
 
 
+def test_a_connection_that_is_dropped_while_it_sends_ends_nothing(door: Door) -> None:
+    """The oldest of too many connections send a byte just as newer ones push them out."""
+    held: list[socket.socket] = []
+    for _ in range(1500):
+        held.append(socket.create_connection(door.address, SECONDS))
+        for sock in held[:8] if len(held) >= 126 else ():
+            with suppress(OSError):
+                sock.send(b"\0\0")
+        if len(held) > 140:
+            for sock in held[:8]:
+                sock.close()
+            del held[:8]
+    assert door.admits_a_worker()
+    for sock in held:
+        sock.close()
+
+
+def test_an_idle_connection_does_not_spoil_the_end_of_a_run(door: Door) -> None:
+    with socket.create_connection(door.address, SECONDS):
+        assert door.admits_a_worker()
+        door.close()
+
+
+def test_a_flood_from_one_address_pushes_out_nobody_from_another(door: Door) -> None:
+    elsewhere = PlainSocket(socket.create_connection(door.address, SECONDS, source_address=("127.0.0.2", 0)))
+    challenge = decode(elsewhere.receive())
+    assert isinstance(challenge, Challenge)
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(door.address, SECONDS))
+        assert door.said("more than 128 connections") == 1
+        elsewhere.sock.sendall(answer(TOKEN.encode(), challenge, Hello(0, 0, 0, "control", "nonce")))
+        assert isinstance(decode(elsewhere.receive()), Accepted)
+        elsewhere.sock.close()
+
+
 def test_a_thousand_idle_connections_keep_no_worker_out(door: Door) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
@@ -301,6 +337,13 @@ def step(**changes: Any) -> dict[str, Any]:
     return {**fields, "lr": 1.0, "grad_norm": 1.0, **changes}
 
 
+def halt(**changes: Any) -> dict[str, Any]:
+    finding = {"rank": 0, "host": "h", "slot": 1, "unit": "u", "parameter": "p", "kind": "NaN", "count": 1, "first": 0}
+    findings = [{**finding, "samples": [], **changes}]
+    fields = {"event": "halt", "time": 1.0, "step": 2, "committed": 1, "cause": "c", "sound": True}
+    return {**fields, "findings": findings}
+
+
 DEEP = "[" * 100_000
 
 
@@ -317,6 +360,11 @@ DEEP = "[" * 100_000
         (lambda client: client.send("value", topic="t" * 1000, value="x"), "too long"),
         (lambda client: client.send("store", id=1, operation="burn", key="k", value=""), "cannot do"),
         (lambda client: client.send("store", id=1, operation="add", key="k", value="x"), "holds no number"),
+        (lambda client: client.send("store", id=1, operation="add", key="k", value="9" * 4000), "than a number holds"),
+        (lambda client: client.send("alive", compute_ms=10**400), ""),
+        (lambda client: client.send("event", event=step(step=10**400)), "whose 'step' is"),
+        (lambda client: client.send("event", event=step(more=json.loads("[" * 9 + "]" * 9))), "nested too deeply"),
+        (lambda client: client.send("event", event=halt(slot="x")), "whose 'slot' is 'x'"),
         (lambda client: client.link.queue_frame(b"\x10" + DEEP.encode()), "not JSON"),
         (lambda client: client.link.queue_frame(b"\x11bytes"), "tag 0x11"),
         (lambda client: client.link.queue_frame(b"\x10" + bytes(2 << 20)), "a frame of"),
@@ -435,7 +483,7 @@ def test_the_token_is_in_a_file_that_only_its_owner_reads(tmp_path: Path, monkey
         token_of_worker(None)
 
 
-@pytest.mark.parametrize("transport", ["shm", "star", "ring", "torch"])
+@pytest.mark.parametrize("transport", ["torch", soak("star"), soak("shm"), soak("ring")])
 def test_a_stranger_on_the_same_machine_finds_no_open_port_and_no_secret(tmp_path: Path, transport: str) -> None:
     """While `andon train` runs: loopback only, no secret on a command line, a challenge or nothing at each port."""
     options = ["--workers=2", "--train.steps=100000", f"--group.transport={transport}", "--run.dir=run"]

@@ -81,7 +81,7 @@ def join_run(address: tuple[str, int], access: Access) -> int:
         remedy = "Check the address and that `andon coordinator` is running there"
         raise UserError(f"The coordinator at {place} cannot be reached", str(error), remedy) from None
     except GroupError as error:
-        remedy = "Check that the same Andon is installed on both machines"
+        remedy = "Check that the same Andon is installed on both machines, and that both use TLS or neither does"
         raise UserError(f"The coordinator at {place} cannot be joined", str(error), remedy) from None
     if code == 0:
         access.say("Done")
@@ -96,6 +96,8 @@ def run_folder(config: RunSettings, resume: str, console: Console) -> Iterator[t
         folder.take()
         try:
             if resume == "none" and (aside := folder.move_aside()):
+                with contextlib.suppress(FileNotFoundError):  # workers have copies of the token
+                    (aside / FILE).rename(folder.folder / FILE)
                 console.print(f"The earlier run is now in {aside}", style="dim")
             yield folder, folder.resume_from(resume)
         except OSError as error:
@@ -164,7 +166,7 @@ def _coordinate(
         coordinator = stack.enter_context(listening)
         save_on_signal(save, quit_now)
         if door:
-            _invite(config, coordinator, console)
+            _invite(config, coordinator, door.tls, console)
             code = coordinator.wait()
         else:
             place = [coordinator.address[0], str(coordinator.address[1])]
@@ -186,14 +188,15 @@ def _coordinate(
         console.print("Stopped before the first step: there was nothing to save.")
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         who = workers.first_failure if workers else "A worker"
-        raise UserError(f"{who} ended the run", "It gave no reason", f"Look at {logs}")
+        where = logs if workers else "the terminals of the workers"
+        raise UserError(f"{who} ended the run", "It gave no reason", f"Look at {where}")
     if code == 0 and "done" not in kinds:
         cause = "Every rank said goodbye, and none reported a result"
         raise UserError("The run ended before its last step", cause, "Start it again: it resumes")
     return code
 
 
-def _invite(config: RunSettings, coordinator: Coordinator, console: Console) -> None:
+def _invite(config: RunSettings, coordinator: Coordinator, tls: Tls | None, console: Console) -> None:
     """Say how workers join."""
     host, port = coordinator.address
     where = address_text(socket.gethostname() if ip_address(host).is_unspecified else host, port)
@@ -202,6 +205,8 @@ def _invite(config: RunSettings, coordinator: Coordinator, console: Console) -> 
     else:
         file = config.run.dir / FILE
         command, token = f"andon worker {where} --token-file {file}", "with a copy of that file on other machines"
+    if tls:
+        command, token = f"{command} --tls-ca CA", f"{token}, and TLS as here"
     console.print(f"Waiting for {config.workers} workers: {command}   ({token})", soft_wrap=True, highlight=False)
 
 
@@ -218,6 +223,7 @@ def _listening(job: Message, workers: int, emit: Emit, credentials: Credentials,
         except OSError as error:
             if door.port is not None or error.errno != errno.EADDRINUSE:
                 raise
+            emit(event("note", text=f"Port {PORT} is taken: give the workers the port below"))
             coordinator = open_at(0)
     except OSError as error:
         what = f"The coordinator cannot listen at {address_text(door.host, door.port or PORT)}"

@@ -23,7 +23,7 @@ from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
 from andon.config.load import validate
 from andon.config.schema import RunSettings
-from andon.control.token import VARIABLE, Credentials, new_token
+from andon.control.token import VARIABLE, Credentials, checked, new_token
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, UserError
 from andon.integrity.halt import JidokaHalt
 from andon.run.events import Emit, event, no_event
@@ -35,11 +35,10 @@ from andon.transport.torch_dist import StoreRendezvous, gloo_at
 
 def run(config: RunSettings, resume: str, console: Console) -> int:
     """Train as the rank that the environment names; gives the exit code."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    _number("MASTER_PORT")
     quiet = console if rank == 0 else Console(quiet=True)
-    config = with_workers(absolute(config), world_size).with_transport("torch")
-    config = settle(config, quiet)
+    config = settle(with_workers(absolute(config), world_size).with_transport("torch"), quiet)
     check_bf16(config)
     make_torch_deterministic(config.threads)
     stop = threading.Event()
@@ -81,6 +80,16 @@ def with_workers(config: RunSettings, workers: int) -> RunSettings:
     return validate({**config.model_dump(), "workers": workers}, type(config))
 
 
+def _number(name: str) -> int:
+    """A number that a launcher has put into the environment."""
+    value = os.environ.get(name, "0" if name == "LOCAL_RANK" else "")
+    if not value.isdecimal():
+        cause = f"{name} is {value!r}" if value else f"{name} is not set"
+        remedy = "Start it with torchrun, or unset RANK and WORLD_SIZE to train without"
+        raise UserError("The environment of torchrun is not complete", cause, remedy)
+    return int(value)
+
+
 def own_address() -> str:
     """The address of this machine on the way to rank 0, which the other ranks can reach."""
     master = os.environ["MASTER_ADDR"]
@@ -110,6 +119,8 @@ def _settings(config: RunSettings, rendezvous: StoreRendezvous, host: str, stack
             return settings
         check_loopback(host)
         token = rendezvous.exchange("token", new_token())[0]
+    else:
+        token = checked(token, VARIABLE)
     credentials = Credentials(token, secret=token.encode())
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank, size = rendezvous.rank, rendezvous.world_size

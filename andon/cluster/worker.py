@@ -89,7 +89,8 @@ def _train_and_report(
         log(f"{stopped}: {text}")
     except Exception as error:
         what = f"{stopped}: {type(error).__name__}: {error}"
-        client.fail(what, "An unexpected error", f"Its traceback is in {job['log']}")
+        where = job["log"] if access.folder is None else f"that worker's terminal, on {socket.gethostname()}"
+        client.fail(what, "An unexpected error", f"Its traceback is in {where}")
         log(traceback.format_exc())
     return EXIT_USER_ERROR
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import yaml
 
 from andon.config.schema import Config
+from andon.files import expand
 
 ATTEMPTS: Final = 20
 PORT: Final = 29411
@@ -26,19 +27,22 @@ SLURM: Final = """#!/bin/bash
 {gpus}#SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=B:TERM@{seconds}
+#SBATCH --signal=B:USR1@{seconds}
 # Submit with `sbatch` from a folder that all nodes see. The nodes need `andon` in their PATH.
 
 port=$((20000 + SLURM_JOB_ID % 20000))
 coordinator=
+unset ANDON_TOKEN  # the run's folder has the token
 
-stop() {{ stopping=1; [ -n "$coordinator" ] && kill -TERM "$coordinator" 2>/dev/null; }}
-trap stop TERM
+# USR1: the time limit is near; save and go on later. TERM: the job is cancelled; save.
+stop() {{ stopping=$1; [ -n "$coordinator" ] && kill -TERM "$coordinator" 2>/dev/null; }}
+trap 'stop requeue' USR1
+trap 'stop cancelled' TERM
 
 for attempt in $(seq {attempts}); do
     andon coordinator {arguments} --bind "[::]:$port" &
     coordinator=$!
-    srun --kill-on-bad-exit=0 andon worker "$(hostname):$port" --token-file {folder}/token &
+    srun --kill-on-bad-exit=0 andon worker "$(hostname):$port" --folder {parent} --token-file {folder}/token &
     workers=$!
     wait "$coordinator"; code=$?
     while kill -0 "$coordinator" 2>/dev/null; do wait "$coordinator"; code=$?; done
@@ -47,10 +51,10 @@ for attempt in $(seq {attempts}); do
     case $code in
         0|2|3) exit "$code" ;;
     esac
-    if [ -n "$stopping" ]; then
-        scontrol requeue "$SLURM_JOB_ID"
-        exit 0
-    fi
+    case $stopping in
+        requeue) scontrol requeue "$SLURM_JOB_ID"; exit 0 ;;
+        cancelled) exit "$code" ;;
+    esac
     echo "attempt $attempt ended with $code; starting again from the newest checkpoint"
 done
 exit 1
@@ -59,6 +63,7 @@ exit 1
 
 def slurm_script(config: Config, arguments: Sequence[str]) -> str:
     """A job script: the batch step runs the coordinator, each task of one `srun` a worker."""
+    folder = expand(config.run.dir).resolve()
     return SLURM.format(
         name=run_name(config),
         workers=config.workers,
@@ -67,14 +72,17 @@ def slurm_script(config: Config, arguments: Sequence[str]) -> str:
         seconds=SAVE_SECONDS,
         attempts=ATTEMPTS,
         arguments=shlex.join(arguments),
-        folder=shlex.quote(str(config.run.dir)),
+        folder=shlex.quote(str(folder)),
+        parent=shlex.quote(str(folder.parent)),
     )
 
 
 def kubernetes_manifest(config: Config, image: str, claim: str) -> str:
     """A service, and two jobs: the coordinator and the workers. They share a volume with the run's folder."""
     name = run_name(config)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": f"/runs/{name}"})})
+    run = config.run.model_copy(update={"dir": f"/runs/{name}"})
+    data = config.data.model_copy(update={"cache": "/runs/.cache"})
+    config = config.model_copy(update={"run": run, "data": data})
     text = config.to_yaml()
     objects = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"config.yaml": text}},
@@ -134,4 +142,5 @@ def _job(config: Config, name: str, image: str, claim: str, role: str) -> dict[s
 
 def run_name(config: Config) -> str:
     """The name of the run's folder, as schedulers take names."""
-    return re.sub("[^a-z0-9-]+", "-", config.run.dir.name.lower()).strip("-")[:40] or "andon"
+    name = re.sub("[^a-z0-9-]+", "-", config.run.dir.name.lower())[:40].strip("-")
+    return name if name[:1].isalpha() else f"run-{name}".rstrip("-")

@@ -24,18 +24,22 @@ from andon.control.loop import Loop
 from andon.errors import EXIT_USER_ERROR, UserError, harmless
 from andon.machine import machine_id
 from andon.run.events import Event
-from andon.transport.base import COORDINATOR, Group, GroupError, PeerLost, ProtocolError
+from andon.transport.base import COORDINATOR, SOMEONE, Group, GroupError, GroupTimeout, PeerLost, ProtocolError
 from andon.transport.keys import LinkKeys
 from andon.transport.tcp.connect import connect
-from andon.transport.tcp.entrance.handshake import NotAuthenticated
+from andon.transport.tcp.entrance.handshake import NotAuthenticated, Refused
 from andon.transport.tcp.entrance.tls import Tls
 from andon.transport.tcp.frames import Hello
 from andon.version import VERSION
 
 LOG_SECONDS = 5.0  # how long writing to the log may take
 CONNECT_SECONDS = 10.0
+RENDEZVOUS_SECONDS = 300.0  # that ranks get to meet: some load torch from a slow disk
 RETRY_SECONDS = 0.5
+ATTEMPTS = 3  # to prove that this process knows the token
 LEAVE_SECONDS = 2.0  # that a worker gets to end in an orderly way when another one is lost
+MOST_PIECES = 64  # of the data, 256 KB each, that may wait for the disk
+PIECE_PAUSE = 0.2
 Say = Callable[[str], None]
 
 
@@ -69,11 +73,13 @@ class CoordinatorClient:
         self.link.queue(kind, **fields)
         self._loop.wake()
 
-    def receive(self, *expected: str) -> Message:
+    def receive(self, *expected: str, timeout: float | None = None) -> Message:
         """The next message, which must be of one of these kinds; waits for as long as the coordinator is alive."""
-        message = self._inbox.get()
+        message = self._inbox.get(timeout=timeout)
         if message is None:
             raise PeerLost(COORDINATOR, "joining", 0.0, self._lost)
+        if isinstance(message, dict) and message["kind"] == "lost":
+            raise PeerLost(message["rank"], "forming the group", 0.0, message["why"])
         if isinstance(message, bytes) or message["kind"] not in ("refused", *expected):
             raise ProtocolError("the coordinator spoke out of turn")
         if message["kind"] == "refused":
@@ -115,7 +121,11 @@ class CoordinatorClient:
     def exchange(self, topic: str, mine: str) -> list[str]:
         """The rendezvous: send this rank's value under a topic and receive every rank's, in rank order."""
         self.send("value", topic=topic, value=mine)
-        message = self.receive("values")
+        try:
+            message = self.receive("values", timeout=RENDEZVOUS_SECONDS)
+        except queue.Empty:
+            detail = "it is alive, but has not come to the rendezvous"
+            raise GroupTimeout(SOMEONE, f"rendezvous on {topic!r}", RENDEZVOUS_SECONDS, detail) from None
         assert message["topic"] == topic, (message, topic)
         return list(message["values"])
 
@@ -169,8 +179,12 @@ class CoordinatorClient:
                 self._answers[message["id"]].put(message["value"])
         elif kind == "lost":
             assert isinstance(message, dict)
+            if not self.group:
+                self._inbox.put(message)
             self._peer_lost(message["rank"], message["why"])
         elif kind != "alive":
+            if isinstance(message, bytes) and self._inbox.qsize() > MOST_PIECES:
+                time.sleep(PIECE_PAUSE)  # the disk is slower than the network, which has to wait for it
             self._begun = self._begun or kind == "begin"
             self._inbox.put(message)
 
@@ -234,12 +248,16 @@ def join(
     say: Say = print,
 ) -> tuple[Message, CoordinatorClient]:
     """Connect to the coordinator at an address, wait for it if it is not there yet, and receive its job."""
-    until, waited = time.monotonic() + patience, False
+    until, waited, refused = time.monotonic() + patience, False, 0
     while True:
         try:
             sock = connect(address, COORDINATOR, Hello(0, 0, 0, "control"), token.encode(), CONNECT_SECONDS, tls)
             break
         except NotAuthenticated as error:
+            refused += 1
+            if isinstance(error, Refused) and refused < ATTEMPTS:  # perhaps only because too many knock there
+                time.sleep(RETRY_SECONDS)
+                continue
             cause = "The token here is not that of this run, or something else listens there"
             raise UserError(f"The coordinator cannot be joined: {error}", cause, "Copy the run's token again") from None
         except GroupError as error:

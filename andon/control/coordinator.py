@@ -6,6 +6,7 @@ It holds no weights and sees no gradient. One thread moves all control links (`a
 are taken: before that a lost worker only frees its rank, after that its loss is told to everyone and ends the run.
 """
 
+import json
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from andon.control.members import Phase, Worker, free_rank, seats
 from andon.control.store import KeyValues, Topics
 from andon.control.stragglers import Stragglers
 from andon.control.token import Credentials
-from andon.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, worst
+from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError, worst
 from andon.run.events import Emit, Event, cannot_write, check_event, event
 from andon.transport.base import ProtocolError
 from andon.transport.tcp.connect import listen
@@ -32,7 +33,7 @@ from andon.version import VERSION
 
 POLL = 0.5  # seconds; a wait without a timeout would not let Python handle signals
 LAST_WORDS = 10.0  # seconds that the others get, after a rank was lost, to say so and leave
-MOST_EVENTS = 100_000  # that may wait for a disk or a terminal
+MOST_WAITING = 64 << 20  # bytes of events that may wait for a disk or a terminal
 
 
 class Coordinator:
@@ -58,7 +59,8 @@ class Coordinator:
         self._topics, self._store = Topics(world_size), KeyValues()
         self._stragglers = Stragglers(self._note)
         self._changed = threading.Condition()
-        self._events: SimpleQueue[Event | None] = SimpleQueue()
+        self._events: SimpleQueue[tuple[Event, int] | None] = SimpleQueue()
+        self._waiting, self._counting = 0, threading.Lock()
         listener = listen(bind, backlog=world_size + 128)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._loop = Loop(self, "andon-coordinator")
@@ -152,8 +154,12 @@ class Coordinator:
         what = f"{worker.name[0].upper()}{worker.name[1:]} was lost{self._stragglers.at_step}: {why}"
         cause = "Its process died, its machine stopped, or the network between them failed"
         self.failures.append(UserError(what, cause, "Start all of them again: they resume from the newest checkpoint"))
-        self._tell_all("lost", rank=worker.rank, host=worker.host, why=why)
+        self._end_without(worker, why)
         self._leave(worker, EXIT_USER_ERROR)
+
+    def _end_without(self, worker: Worker, why: str) -> None:
+        """The run cannot go on: tell everyone, who may wait for this one, and wait for a while until they have left."""
+        self._tell_all("lost", rank=worker.rank, host=worker.host, why=why)
         self._end_by = min(self._end_by, time.monotonic() + LAST_WORDS)
 
     def on_message(self, link: ControlLink, message: Message | bytes) -> None:
@@ -259,6 +265,8 @@ class Coordinator:
                 del self._workers[worker.link]
                 self._loop.drop(worker.link)
                 if self.begun:
+                    if message["code"] not in (0, EXIT_HALTED, EXIT_STOPPED):
+                        self._end_without(worker, f"it stopped with exit code {message['code']}")
                     self._leave(worker, message["code"])
 
     def _leave(self, worker: Worker, code: int) -> None:
@@ -277,14 +285,21 @@ class Coordinator:
         self._emit(event("note", text=text))
 
     def _emit(self, event: Event) -> None:
-        if self._events.qsize() > MOST_EVENTS:
+        size = len(json.dumps(event))
+        with self._counting:
+            self._waiting += size
+            full = self._waiting > MOST_WAITING
+        if full:
             self._stop_wanted = True
         else:
-            self._events.put(event)
+            self._events.put((event, size))
 
     def _record(self) -> None:
         """Pass events on; if one cannot be recorded, all workers save and leave."""
-        while event := self._events.get():
+        while waiting := self._events.get():
+            event, size = waiting
+            with self._counting:
+                self._waiting -= size
             try:
                 self.on_event(event)
             except OSError as error:

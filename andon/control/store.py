@@ -11,6 +11,9 @@ MOST_TOPICS: Final = 16
 LONGEST_NAME: Final = 300
 LONGEST_VALUE: Final = 1 << 16
 MOST_BYTES: Final = 64 << 20
+ENTRY_BYTES: Final = 200
+"""What an entry takes besides its key and value."""
+LARGEST: Final = 1 << 62
 
 
 class Topics:
@@ -65,6 +68,8 @@ class KeyValues:
             total = int(bytes.fromhex(self._values.get(key, "30"))) + int(value)
         except ValueError:
             raise ProtocolError("it added to a key that holds no number") from None
+        if abs(total) >= LARGEST:
+            raise ProtocolError("it added up more than a number holds")
         self._set(key, str(total).encode().hex())
         return str(total)
 
@@ -75,7 +80,7 @@ class KeyValues:
             answer(value)
 
     def _grow(self, size: int) -> None:
-        self._bytes += size
+        self._bytes += size + ENTRY_BYTES
         if self._bytes > MOST_BYTES:
             raise ProtocolError(f"the store would hold more than {MOST_BYTES:,} bytes")
 

@@ -17,6 +17,7 @@ SLOW: Final = 1.5
 IN_A_ROW: Final = 5
 SHORTEST_MS: Final = 20.0
 """Differences within shorter steps are noise."""
+LONGEST_MS: Final = 1e9
 
 
 class Stragglers:
@@ -40,7 +41,7 @@ class Stragglers:
     def hear(self, worker: Worker, alive: Message, everyone: Iterable[Worker]) -> None:
         """A worker's heartbeat, with what its last step took."""
         took = alive.get("compute_ms")
-        if not isinstance(took, int | float) or worker.rank < 0:
+        if not isinstance(took, int | float) or not 0 <= took < LONGEST_MS or worker.rank < 0:
             return
         worker.compute_ms = float(took)
         others = [other.compute_ms for other in everyone if other.rank >= 0 and other is not worker]

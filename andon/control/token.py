@@ -44,12 +44,17 @@ def new_token() -> str:
 def token_of_run(folder: Path) -> str:
     """The token with which a coordinator admits workers: ANDON_TOKEN, or that in the run's folder, made if need be."""
     if VARIABLE in os.environ:
-        return _checked(os.environ[VARIABLE], VARIABLE)
+        return checked(os.environ[VARIABLE], VARIABLE)
     path = folder / FILE
-    with contextlib.suppress(FileExistsError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    if not path.exists():
+        # A worker may be waiting for the file: it appears with all of its text.
+        aside = folder / f".{FILE}.{os.getpid()}"
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(new_token() + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+        aside.unlink()
     return read_token(path)
 
 
@@ -65,9 +70,9 @@ def token_of_worker(file: Path | None, patience: float = 0.0, say: Callable[[str
         return read_token(file)
     if VARIABLE in os.environ:
         # Taken out, so that no process of this one's inherits it.
-        return _checked(os.environ.pop(VARIABLE), VARIABLE)
+        return checked(os.environ.pop(VARIABLE), VARIABLE)
     if sys.stdin and sys.stdin.isatty():
-        return _checked(getpass.getpass("The run's token: "), "what was typed")
+        return checked(getpass.getpass("The run's token: "), "what was typed")
     cause = "It is in the file `token` of the run's folder, on the coordinator's machine"
     remedy = f"Copy that file here and give --token-file FILE, or set {VARIABLE}"
     raise UserError("A worker needs the run's token", cause, remedy)
@@ -81,7 +86,7 @@ def read_token(path: Path) -> str:
             if mode & 0o077:
                 cause = f"Its mode is {mode:04o}, so that others can join the run"
                 raise UserError(f"The token {path} can be read by others", cause, f"chmod 600 {path}")
-            return _checked(file.read(), str(path))
+            return checked(file.read(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         remedy = "Copy it from the run's folder on the coordinator's machine"
@@ -93,7 +98,8 @@ def environment(token: str) -> Mapping[str, str]:
     return {VARIABLE: token}
 
 
-def _checked(text: str, where: str) -> str:
+def checked(text: str, where: str) -> str:
+    """A token that nobody guesses."""
     token = text.strip()
     if len(token) < SHORTEST or not token.isascii() or not token.isprintable():
         cause = f"{where} has {len(token)} characters, or some that are not plain ASCII"

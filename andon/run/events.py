@@ -44,8 +44,21 @@ FIELDS: Final[dict[str, Fields]] = {
     },
 }
 """What every event of a kind says; most say more."""
-FINDING: Final[Fields] = {"rank": int, "host": str, "kind": str, "samples": list}
+FINDING: Final[Fields] = {
+    **{"rank": int, "host": str, "slot": (int, type(None)), "unit": str, "parameter": str},
+    **{"kind": str, "count": int, "first": int, "samples": list},
+}
 FROM_ANY_RANK: Final = {"note"}
+
+
+LARGEST: Final = 1 << 62
+DEEPEST: Final = 6
+
+
+def depth(value: object, most: int = DEEPEST) -> int:
+    """How deep lists and objects are nested; looks no deeper than `most`."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 0 if most == 0 else 1 + max((depth(each, most - 1) for each in inside), default=0)
 
 
 def check_event(found: object, rank: int) -> Event:
@@ -53,12 +66,14 @@ def check_event(found: object, rank: int) -> Event:
     if not isinstance(found, dict) or not isinstance(found.get("event"), str):
         raise ValueError("an event without a kind")
     kind = found["event"]
+    if depth(found) >= DEEPEST:
+        raise ValueError("an event that is nested too deeply")
     if kind not in FIELDS:
         raise ValueError(f"an event of unknown kind {shown(kind)}")
     if rank and kind not in FROM_ANY_RANK:
         raise ValueError(f"a {kind!r} event, which only rank 0 reports")
     _check_fields(f"a {kind!r} event", found, {"time": NUMBER, **FIELDS[kind]})
-    optional: Fields = {"valid_share": NUMBER, "known": int, "bits_per_byte": NUMBER}
+    optional: Fields = {"valid_share": NUMBER, "known": int, "bits_per_byte": NUMBER, "pid": int}
     optional |= {"accuracy": NUMBER, "correct": int, "total": int, "result": str}
     _check_fields(f"a {kind!r} event", found, {key: value for key, value in optional.items() if key in found})
     for finding in found["findings"] if kind == "halt" else ():
@@ -73,7 +88,8 @@ def _check_fields(what: str, found: object, fields: Fields) -> None:
         raise ValueError(f"{what} that is no object")
     for name, kind in fields.items():
         value = found.get(name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
+        if wrong or (isinstance(value, int) and abs(value) >= LARGEST):
             raise ValueError(f"{what} whose {name!r} is {shown(value)}")
 
 

@@ -72,7 +72,7 @@ class TorchGroup(Group):
         """A group over the default process group, which is made first (and destroyed at the end) unless the process has
         one already, as under torchrun."""
         if dist.is_initialized():
-            return cls(None, settings)
+            return cls(None, settings)._proved(settings.keys)
         if settings.tls:
             cause = "torch's Gloo is built without TLS"
             raise UserError("Transport 'torch' cannot encrypt", cause, "Use --group.transport ring or star")
@@ -87,9 +87,13 @@ class TorchGroup(Group):
             raise _failure(error, SOMEONE, "connecting through torch.distributed", started) from error
         group = cls(None, settings, owned=True)
         group._kept = store  # a store that is written in Python ends with its last reference
-        if settings.keys:
-            prove_to_all(group, settings.keys)
-        return group
+        return group._proved(settings.keys)
+
+    def _proved(self, keys: LinkKeys | None) -> Self:
+        """This group, once every rank has proved to every other that it knows the token, if there is one."""
+        if keys:
+            prove_to_all(self, keys)
+        return self
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         self._reduce(nodes, list(pairwise(bounds)), order)

@@ -153,7 +153,7 @@ def connect(
             return prepare(sock)
         except NotAuthenticated as error:
             sock.close()
-            raise NotAuthenticated(f"{operation}: {error}") from None
+            raise type(error)(f"{operation}: {error}") from None
         except BaseException:
             sock.close()
             raise

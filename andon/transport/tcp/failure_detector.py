@@ -37,6 +37,7 @@ class FailureDetector:
         self._data, self._operations, self._closed = data, 0, False
         self._begun = dict.fromkeys(links, 0)
         self._heard = dict.fromkeys(links, time.monotonic())
+        self._has_spoken: set[int] = set()
         self._readers = {peer: MessageReader(link, peer, self._handle_messages(peer)) for peer, link in links.items()}
         self._left: set[int] = set()
         self._verdict: Broken | None = None
@@ -62,6 +63,14 @@ class FailureDetector:
             if failed.cause == "protocol":
                 raise self.refuse(peer, failed.detail, operation) from failed
             raise self.lost(peer, operation, time.monotonic() - started, failed.detail) from failed
+
+    def wait_for_first_sign(self, peer: int, seconds: float) -> None:
+        """Wait until a peer has begun to send heartbeats, or the group is broken."""
+        if peer in self._has_spoken:
+            return
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._verdict or peer in self._has_spoken, seconds):
+                raise GroupTimeout(peer, "joining", seconds, "some rank has not connected")
 
     def begin(self, operation: str) -> None:
         """Count an operation that begins; raises if the group is broken already."""
@@ -168,7 +177,9 @@ class FailureDetector:
         for peer in self.links:
             if was_asleep:
                 self._heard[peer] = now
-            elif now - self._heard[peer] > DEAD_AFTER and peer not in self._left and not self._verdict:
+            elif peer in self._left or peer not in self._has_spoken or self._verdict:
+                continue
+            elif now - self._heard[peer] > DEAD_AFTER:
                 seconds = now - self._heard[peer]
                 verdict = Broken("lost", peer, f"it has been silent for {seconds:.1f} s")
                 self.publish_verdict(verdict, "a heartbeat", seconds)
@@ -177,6 +188,10 @@ class FailureDetector:
         try:
             while self._readers[peer].move():
                 self._heard[peer] = time.monotonic()
+                if peer not in self._has_spoken:
+                    with self._changed:
+                        self._has_spoken.add(peer)
+                        self._changed.notify_all()
         except StreamFailed as failed:
             self._selector.unregister(self.links[peer])
             if failed.cause == "protocol":

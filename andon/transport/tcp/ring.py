@@ -51,6 +51,8 @@ class RingGroup(Group):
             left.setblocking(False)
             return cls(rank, left, right, FailureDetector({}, [left, right], timeout), settings.wire)
         keys, tls = settings.keys or agree_on_keys(rendezvous, settings.host), settings.tls
+        if tls:
+            tls.check_accepts()
         with ExitStack() as undo:
             acceptor = undo.enter_context(closing(Acceptor(settings.host, 0, size, keys, tls)))
             addresses = rendezvous.exchange("ring", " ".join(map(str, acceptor.address)))

@@ -11,7 +11,7 @@ With bf16 on the wire contributions and all partial sums are rounded. An all-gat
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Self
+from typing import Final, Self
 
 import torch
 
@@ -24,6 +24,9 @@ from andon.transport.tcp.failure_detector import FailureDetector
 from andon.transport.tcp.frames import Hello, announcement
 from andon.transport.tcp.star_pipeline import cut, is_source, is_target
 from andon.transport.tcp.stream import Incoming, Outgoing
+
+JOIN_TIMEOUTS: Final = 5
+"""How many timeouts the last rank may come after the first: some load torch from a slow disk."""
 
 
 class StarGroup(Group):
@@ -106,6 +109,8 @@ class StarGroup(Group):
         def arrived(index: int) -> None:
             into.arrived(to_receive[index], index, False, False)
 
+        # The server sends its first heartbeat when it has heard of all ranks.
+        self._detector.wait_for_first_sign(SERVER, JOIN_TIMEOUTS * self._detector.timeout)
         self._detector.begin(operation)
         self.bytes_sent += len(rows) * into.item_size * sum(hi - lo for lo, hi in to_send)
         results = Incoming(self._data, SERVER, len(to_receive), incoming, arrived)

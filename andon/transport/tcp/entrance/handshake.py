@@ -33,6 +33,10 @@ class NotAuthenticated(GroupError):
     """A peer did not prove that it knows the key."""
 
 
+class Refused(NotAuthenticated):
+    """A peer has closed the connection instead of an answer: it refused the proof, or knows no more room."""
+
+
 def prove(key: bytes, role: str, challenge: str, hello: Hello) -> str:
     """The proof of one side of a handshake."""
     said = [role, challenge, hello.nonce, hello.rank, hello.world_size, hello.generation, hello.channel]
@@ -65,7 +69,7 @@ def introduce(sock: socket.socket, hello: Hello, key: bytes, seconds: float = HA
     try:
         accepted = _receive(sock, until)
     except ConnectionError:
-        raise NotAuthenticated("it refused this process: their tokens differ") from None
+        raise Refused("it refused this process: their tokens differ") from None
     expected = prove(key, "acceptor", challenge.nonce, hello)
     if not isinstance(accepted, Accepted) or not hmac.compare_digest(accepted.proof.encode(), expected.encode()):
         raise NotAuthenticated("whoever listens there does not know the run's token")

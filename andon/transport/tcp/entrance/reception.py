@@ -11,6 +11,7 @@ import selectors
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Final, Generic, TypeVar
@@ -21,7 +22,7 @@ from andon.transport.tcp.entrance.tls import Tls
 from andon.transport.tcp.stream import MessageReader, StreamFailed
 
 MOST_UNKNOWN: Final = 128
-"""Connections that may be in their handshake; one more closes the oldest."""
+"""Connections that may be in their handshake; one more closes another."""
 PAUSE: Final = 0.2
 """Seconds without accepting when this process has no file descriptor left."""
 QUIET_SECONDS: Final = 10.0
@@ -29,6 +30,7 @@ QUIET_SECONDS: Final = 10.0
 NUMBER: Final = re.compile(r"0x[0-9a-f]+|[0-9][0-9,]*")
 """What a stranger can vary in a reason."""
 MOST_KINDS: Final = 20
+CLOSED: Final = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
 FULL: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 T = TypeVar("T")
 Greet = Callable[[socket.socket], Generator[memoryview, None, T]]
@@ -108,7 +110,7 @@ class Reception(Generic[T]):
         """Go on with what the selector has found ready; a connection that has introduced itself, if one has."""
         if data is self:
             self._accept()
-        elif isinstance(data, _Unknown):
+        elif isinstance(data, _Unknown) and data in self._unknown:  # one that was ready may have been dropped since
             return self._advance(data)
         return None
 
@@ -126,7 +128,7 @@ class Reception(Generic[T]):
         while self._unknown:
             self._drop(self._unknown[0])
         if not self._closed_until:
-            with suppress(KeyError, ValueError):
+            with suppress(KeyError, ValueError, RuntimeError):
                 self._selector.unregister(self._listener)
         self._listener.close()
 
@@ -136,8 +138,11 @@ class Reception(Generic[T]):
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno in CLOSED:
                 raise
+            if error.errno not in FULL:  # of the connection, which has gone again
+                self.refusals.add("someone", f"the connection failed ({error.strerror})")
+                return
             self.refusals.add("anyone", f"this process cannot open another connection ({error.strerror})")
             if self._unknown:
                 self._drop(self._unknown[0])
@@ -146,7 +151,7 @@ class Reception(Generic[T]):
                 self._closed_until = time.monotonic() + PAUSE
             return
         if len(self._unknown) >= MOST_UNKNOWN:
-            self._refuse(self._unknown[0], f"more than {MOST_UNKNOWN} connections have proved nothing yet")
+            self._refuse(self._least_welcome(), f"more than {MOST_UNKNOWN} connections have proved nothing yet")
         try:
             sock.setblocking(False)
             unknown = _Unknown(self._tls.accept(sock) if self._tls else sock, address[0], self._greet)
@@ -156,6 +161,11 @@ class Reception(Generic[T]):
             return
         self._unknown.append(unknown)
         self._selector.register(unknown.sock, selectors.EVENT_READ, unknown)
+
+    def _least_welcome(self) -> _Unknown[T]:
+        """The oldest connection from the address that has most of them."""
+        ((address, _),) = Counter(unknown.who for unknown in self._unknown).most_common(1)
+        return next(unknown for unknown in self._unknown if unknown.who == address)
 
     def _advance(self, unknown: _Unknown[T]) -> tuple[socket.socket, T] | None:
         try:
@@ -175,5 +185,6 @@ class Reception(Generic[T]):
 
     def _drop(self, unknown: _Unknown[T]) -> None:
         self._unknown.remove(unknown)
-        self._selector.unregister(unknown.sock)
+        with suppress(KeyError, ValueError, RuntimeError):  # its loop may have ended, and the selector with it
+            self._selector.unregister(unknown.sock)
         unknown.sock.close()

@@ -2,7 +2,7 @@
 
 Each process shows a certificate (`cert`, `key`) where it accepts connections, and checks that of its peer against
 `ca`. Host names are not compared: workers are known by addresses, and prove who they are with the run's token
-(`andon.transport.tcp.handshake`).
+(`andon.transport.tcp.entrance.handshake`).
 """
 
 import socket
@@ -69,6 +69,10 @@ class Tls:
             _ = self._accepting
         if self.ca:
             _ = self._connecting
+
+    def check_accepts(self) -> None:
+        """Refuse to accept connections without a certificate."""
+        _ = self._accepting
 
     def accept(self, sock: socket.socket) -> ssl.SSLSocket:
         """The accepting side of a new connection; its handshake is still to be done."""
