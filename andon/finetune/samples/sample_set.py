@@ -43,7 +43,7 @@ class SampleSet:
         """Open the samples in a folder."""
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-            if meta["format"] != FORMAT or meta.keys() < {"digest", "task", "columns", "labels", "arrays", "files"}:
+            if meta["format"] != FORMAT or not meta.keys() >= {"task", "columns", "labels", "arrays", "files"}:
                 raise ValueError("these are no samples of this Andon")
             return cls(folder, meta)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -119,6 +119,7 @@ def steps_of(config: FinetuneConfig, samples: SampleSet) -> int:
 
 
 def array_file(folder: Path, name: str) -> Path:
+    """Where an array of a sample set lies."""
     return folder / f"samples-{name}.npy"
 
 
