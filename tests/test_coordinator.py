@@ -24,6 +24,7 @@ from andon.cluster.session import refuse_mixed_devices
 from andon.cluster.worker import in_own_folder
 from andon.config.load import build
 from andon.control import client as client_module
+from andon.control import coordinator as coordinator_module
 from andon.control.client import join
 from andon.control.coordinator import Coordinator
 from andon.control.files import Receiver
@@ -321,7 +322,10 @@ def test_a_rank_that_is_lost_before_the_run_begins_is_free_again() -> None:
         assert coordinator.wait() == 0
 
 
-def test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_for_it() -> None:
+def test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordinator_module, "OTHERS_SECONDS", 0.5)
     with closing(Coordinator(JOB, 2, lambda event: None, credentials())) as coordinator:
         waits, fails = clients = [join(coordinator.address, TOKEN, rank)[1] for rank in range(2)]
         for client in clients:

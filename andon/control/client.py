@@ -237,6 +237,7 @@ class CoordinatorClient:
             yield
         finally:
             self._silence = 0.0
+            self.send("alive", **self.status())  # from now on it is missed as soon as anyone
 
 
 def join(

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from andon.control.files import send_files
-from andon.control.link import FROM_WORKER, LONGEST_SILENCE, ControlLink, Message
+from andon.control.link import DEAD_AFTER, FROM_WORKER, LONGEST_SILENCE, ControlLink, Message
 from andon.control.loop import Loop
 from andon.control.members import Phase, Worker, free_rank, seats
 from andon.control.store import KeyValues, Topics
@@ -32,6 +32,7 @@ from andon.transport.tcp.frames import Hello
 from andon.version import VERSION
 
 POLL = 0.5  # seconds; a wait without a timeout would not let Python handle signals
+OTHERS_SECONDS = DEAD_AFTER + 1.0  # that the others get to find out by themselves why a rank has stopped
 LAST_WORDS = 10.0  # seconds that the others get, after a rank was lost, to say so and leave
 MOST_WAITING = 64 << 20  # bytes of events that may wait for a disk or a terminal
 
@@ -55,6 +56,8 @@ class Coordinator:
         self.begun = False
         self._stop_wanted = self._stopping = False
         self._end_by = float("inf")
+        self._failed: tuple[Worker, float] | None = None
+        """The first member that has left with an error, and when."""
         self._workers: dict[ControlLink, Worker] = {}
         self._topics, self._store = Topics(world_size), KeyValues()
         self._stragglers = Stragglers(self._note)
@@ -125,6 +128,9 @@ class Coordinator:
     def on_tick(self) -> None:
         """Once a second, and when someone has woken the loop."""
         self._reception.tick()
+        if self._failed and time.monotonic() - self._failed[1] > OTHERS_SECONDS:
+            self._end_without(self._failed[0], "it has stopped with an error")
+            self._failed = None
         if self._stop_wanted and not self._stopping:
             self._stopping = True
             self._tell_all("stop")
@@ -266,7 +272,7 @@ class Coordinator:
                 self._loop.drop(worker.link)
                 if self.begun:
                     if message["code"] not in (0, EXIT_HALTED, EXIT_STOPPED):
-                        self._end_without(worker, f"it stopped with exit code {message['code']}")
+                        self._failed = self._failed or (worker, time.monotonic())
                     self._leave(worker, message["code"])
 
     def _leave(self, worker: Worker, code: int) -> None:

@@ -547,6 +547,14 @@ MUTANTS = [
         ("test_coordinator.py::test_the_worst_end_of_a_worker_is_the_end_of_the_run",),
     ),
     Mutant(
+        "failure-not-told",
+        "Nobody is told of a rank that fails before the group is open.",
+        "control/coordinator.py",
+        'if message["code"] not in (0, EXIT_HALTED, EXIT_STOPPED):',
+        'if message["code"] > 255:',
+        ("test_coordinator.py::test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_for_it",),
+    ),
+    Mutant(
         "no-heartbeat",
         "Nobody sends signs of life over control links.",
         "control/loop.py",
