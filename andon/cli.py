@@ -7,7 +7,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,9 +17,12 @@ from andon.transport.base import GroupError
 from andon.version import VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
-    from andon.config.schema import Config
+    from andon.config.finetune import FinetuneConfig
+    from andon.config.schema import Config, RunSettings
     from andon.numerics import Numerics
     from andon.transport.tcp.entrance.tls import Tls
 
@@ -97,7 +100,25 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
     Without either it trains on the built-in stories. Any configuration key is an option: --section.key value
     (`andon config show` lists them): --workers 2 --optim.lr 3e-4 --train.steps=100
     """
-    config = _config(context.args)
+    _launch(_run_config(context.args), resume)
+
+
+@app.command(context_settings=ANY, epilog=EXIT_CODES)
+def finetune(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Folder of a Hugging Face model.")],
+    resume: Resume = "auto",
+) -> None:
+    """Fine-tune MODEL on DATA… (.jsonl or .parquet) with LoRA adapters, or all weights with --lora.rank 0.
+
+    Rows have text and label, prompt and completion, or messages. The result is an adapter in PEFT's format in the
+    run's folder, runs/finetune unless --run.dir says otherwise. Every key is an option (`andon config show --finetune`
+    lists them): --workers 2 --lora.rank 16 --lora.targets q_proj,v_proj --train.epochs 2
+    """
+    _launch(_finetune_config([model, *context.args]), resume)
+
+
+def _launch(config: RunSettings, resume: str) -> None:
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():  # torchrun and its like
         _choose_kernels(config.numerics)
         from andon.cluster.torchrun import run
@@ -106,6 +127,18 @@ def train(context: typer.Context, resume: Resume = "auto") -> None:
     from andon.cluster.launch import train as launch
 
     sys.exit(launch(config, resume, _console(lasting=True)))
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="The folder of an adapter.")],
+    out: Annotated[Path | None, typer.Option(help="The new folder; default: `merged` beside the adapter.")] = None,
+) -> None:
+    """Write the model of an adapter with the adapter merged into its weights."""
+    _choose_kernels()
+    from andon.finetune.result import merge as run
+
+    typer.echo(f"The merged model is in {run(adapter, out)}")
 
 
 @app.command(context_settings={**ANY, "allow_interspersed_args": False}, epilog=EXIT_CODES)
@@ -141,7 +174,7 @@ def coordinator(
     """
     from andon.cluster.launch import Door, serve
 
-    config = _config(context.args)
+    config = _run_config(context.args)
     host, port = parse_address(bind) if bind else ("", None)
     tls = _tls(tls_cert, tls_key, tls_ca)
     if tls:
@@ -352,6 +385,22 @@ def bench_cnn(
     run(ranks, _numbers("--images", images), repetitions, transport, as_json)
 
 
+@bench_app.command("finetune")
+def bench_finetune(
+    presets: Annotated[str, typer.Option(help="Models.")] = "tiny,30m",
+    ranks: Workers = 2,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per worker and step.")] = 4,
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of five steps; the median counts.")] = 9,
+    transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
+    as_json: AsJson = False,
+) -> None:
+    """Measure fine-tuning with LoRA against Hugging Face's Trainer with peft and DDP, interleaved in one run."""
+    _enter_network()
+    from andon.bench.finetune import main as run
+
+    run(presets.split(","), ranks, samples, repetitions, transport, as_json)
+
+
 @bench_app.command("numerics")
 def bench_numerics(
     presets: Annotated[str, typer.Option(help="Models.")] = "tiny,30m",
@@ -420,9 +469,13 @@ def checkpoint_prune(
 
 
 @config_app.command("show", context_settings=ANY)
-def config_show(context: typer.Context) -> None:
+def config_show(
+    context: typer.Context,
+    finetune: Annotated[bool, typer.Option("--finetune", help="The keys of `andon finetune`.")] = False,
+) -> None:
     """Print the configuration that CONFIG.yaml, presets and overrides resolve to."""
-    typer.echo(_config(context.args).to_yaml(), nl=False)
+    config = _finetune_config(context.args or ["MODEL", "DATA"]) if finetune else _config(context.args)
+    typer.echo(config.to_yaml(), nl=False)
 
 
 @config_app.command("validate", context_settings=ANY)
@@ -464,6 +517,32 @@ def _config(arguments: list[str]) -> Config:
             "Give one CONFIG.yaml, or only paths of text; --data.corpus overrides the corpus",
         )
     return load(Path(files[0]) if files else None, {"data.corpus": corpus, **overrides} if corpus else overrides)
+
+
+def _finetune_config(arguments: list[str], values: Mapping[str, Any] | None = None) -> FinetuneConfig:
+    """The configuration of MODEL DATA… and options, or of a file's values and options."""
+    from andon.config.finetune import FinetuneConfig
+    from andon.config.load import merge, parse_arguments, validate
+
+    paths, overrides = parse_arguments(arguments, FinetuneConfig)
+    if values is None:
+        model, *files = paths
+        if not files and "data.files" not in overrides:
+            remedy = f"`andon finetune {model} samples.jsonl`"
+            raise UserError("There is no data", "`andon finetune` takes a model and files of samples", remedy)
+        overrides = {"model": model, **({"data.files": files} if files else {}), **overrides}
+    return validate(merge(values or {}, overrides, FinetuneConfig), FinetuneConfig)
+
+
+def _run_config(arguments: list[str]) -> RunSettings:
+    """The configuration of a run of either kind: a file with a section `lora` is about fine-tuning."""
+    from andon.config.load import read_yaml
+
+    files = [argument for argument in arguments if argument.endswith((".yaml", ".yml")) and argument[0] != "-"]
+    values = read_yaml(Path(files[0])) if len(files) == 1 else {}
+    if "lora" not in values:
+        return _config(arguments)
+    return _finetune_config([argument for argument in arguments if argument not in files], values)
 
 
 def _choose_kernels(numerics: Numerics = "portable") -> None:

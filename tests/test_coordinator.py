@@ -33,11 +33,16 @@ from andon.control.members import Worker, seats
 from andon.control.stragglers import Stragglers
 from andon.control.token import Credentials, token_of_run
 from andon.data.build import Corpus, find, prepare, receive
+from andon.data.token_set import TokenSet
 from andon.errors import UserError
+from andon.finetune.base import Base
+from andon.finetune.samples.sample_set import SampleSet
+from andon.finetune.samples.tokenize import prepare_samples
 from andon.transport.base import PeerLost, ProtocolError
 from tests.group_harness import busy
 from tests.runs import SMALL, andon, events, soak, start, summary, train, wait_for_step
 from tests.thread_group import thread_groups
+from tests.tuning import endings, make_model, tune_config
 
 STEPS = ["--train.steps=8"]
 TOKEN = "the token of the tests"
@@ -387,15 +392,29 @@ def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it
     job = {**JOB, "data": tokens.digest, "tokens": str(tokens.folder)}
     with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
         _, client = join(coordinator.address, TOKEN, None)
-        received = receive(tmp_path / "mine", tokens.digest, client.fetch)
+        received = receive(tmp_path / "mine", tokens.digest, client.fetch, TokenSet.open)
         client.enter({"data": received.digest, "folder": "mark"})
         assert client.wait_for_all()
         client.leave(0)
         assert coordinator.wait() == 0
     assert (received.read(0, 100) == tokens.read(0, 100)).all()
-    found = find(tmp_path / "mine", tokens.digest)
+    found = find(tmp_path / "mine", tokens.digest, TokenSet.open)
     assert found is not None and found.folder == received.folder
-    assert find(tmp_path / "mine", "another digest") is None
+    assert find(tmp_path / "mine", "another digest", TokenSet.open) is None
+
+
+def test_a_worker_receives_the_samples_of_a_fine_tuning(tmp_path: Path) -> None:
+    config = tune_config(make_model(tmp_path / "model"), endings(tmp_path / "ends.jsonl", 12))
+    samples = prepare_samples(config, Base(config.model))
+    job = {**JOB, "data": samples.digest, "tokens": str(samples.folder)}
+    with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
+        _, client = join(coordinator.address, TOKEN, None)
+        received = receive(tmp_path / "mine", samples.digest, client.fetch, SampleSet.open)
+        client.enter({"data": received.digest, "folder": "mark"})
+        assert client.wait_for_all()
+        client.leave(0)
+        assert coordinator.wait() == 0
+    assert received.folder != samples.folder and (received.tokens(5) == samples.tokens(5)).all()
 
 
 def test_data_that_arrives_faster_than_the_disk_takes_it_waits_outside(
@@ -427,7 +446,7 @@ def test_what_arrives_with_another_digest_is_not_kept(tmp_path: Path) -> None:
     with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
         _, client = join(coordinator.address, TOKEN, None)
         with pytest.raises(UserError, match="did not arrive intact"):
-            receive(tmp_path / "mine", "0" * 64, client.fetch)
+            receive(tmp_path / "mine", "0" * 64, client.fetch, TokenSet.open)
         client.close()
     assert not any((tmp_path / "mine").iterdir())
 

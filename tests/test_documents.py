@@ -18,7 +18,9 @@ import torch
 from andon.checkpoint.manifest import verify
 from andon.config.load import build, parse_arguments
 from andon.config.presets import DEFAULTS
+from tests import prefork
 from tests.runs import SMALL, andon, environment, train
+from tests.tuning import endings, make_model
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -116,6 +118,10 @@ def commands() -> list[str]:
 
 
 DEMO_STEPS = DEFAULTS["tiny"]["train"]["steps"]
+TUNED = [
+    *("--train.steps=2", "--train.slots=2", "--train.micro_batch=1", "--train.context=32", "--eval.samples=2"),
+    *("--eval.shown=1", "--eval.length=2", "--device=cpu"),
+]
 SUBSTITUTES = {
     "CHECKPOINT": "runs/demo/checkpoints/checkpoint-6",
     f"checkpoint-{DEMO_STEPS}": "checkpoint-6",  # the demo here has six steps
@@ -131,6 +137,9 @@ APPENDED = {
     "andon bench hosts": ["--rates=1gbit", "--ranks=2", "--tokens=16", "--repetitions=1"],
     "andon bench numerics": ["--presets=tiny", "--repetitions=1"],
     "andon run": ["2"],
+    "andon finetune": TUNED,
+    "andon bench finetune": ["--presets=tiny", "--samples=1", "--repetitions=1", "--ranks=1"],
+    "andon merge": ["--out=merged"],
     "andon data show": ["runs/demo", "--windows=0"],
     "andon evaluate": ["--windows=2"],
     "andon train": [*SMALL, "--train.steps=8"],
@@ -179,15 +188,35 @@ def execute(line: str, folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.fixture(scope="module")
+def tuned(workplace: Path) -> Path:
+    """The folder of a reader who has fine-tuned a model."""
+    prefork.preload("transformers.models.auto.modeling_auto", "peft")
+    make_model(workplace / "my-model")
+    endings(workplace / "samples.jsonl", 12)
+    code, output = andon("finetune", "my-model", "samples.jsonl", *TUNED, cwd=workplace)
+    assert code == 0, output
+    code, output = andon("merge", "runs/finetune/adapter", cwd=workplace)
+    assert code == 0, output
+    return workplace
+
+
 @pytest.mark.parametrize(
     "line", [line for line in commands() if not line.startswith(ELSEWHERE) and "--group.server" not in line]
 )
-def test_every_command_in_the_documents_runs(workplace: Path, tmp_path: Path, line: str) -> None:
+def test_every_command_in_the_documents_runs(
+    workplace: Path, tmp_path: Path, line: str, request: pytest.FixtureRequest
+) -> None:
+    if "my-model" in line or "runs/finetune" in line:
+        request.getfixturevalue("tuned")
     for placeholder, value in SUBSTITUTES.items():
         line = line.replace(placeholder, value)
     command = re.sub(r"^([A-Z]+=\S+ )*", "", line)
     kind = max((known for known in APPENDED if command.startswith(known)), key=len, default="")
-    options = [*APPENDED.get(kind, []), *([f"--run.dir={tmp_path}"] if kind in ("andon train", "torchrun") else [])]
+    trains = kind.startswith(("andon train", "andon finetune", "torchrun"))
+    own_sizes = "--model." if "--model.from" in line else "--none"
+    short = [option for option in APPENDED.get(kind, []) if not option.startswith(own_sizes)]
+    options = [*short, *([f"--run.dir={tmp_path}"] if trains else [])]
     line = f"{line} {shlex.join(options)}"
     if command.startswith("andon"):
         code, output = andon(*shlex.split(line)[1:], cwd=workplace)

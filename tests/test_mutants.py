@@ -10,7 +10,7 @@ from tests.mutants import ROOT, Mutant, everything
 
 ROOMS = (
     *("checkpoint", "cluster", "commands", "config", "data", "engine", "integrity", "model", "optim"),
-    *("protocol2", "run", "transport"),
+    *("protocol2", "run", "transport", "finetune"),
 )
 
 

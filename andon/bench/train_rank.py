@@ -45,7 +45,7 @@ class RandomBatches:
         """Inputs and targets."""
         return self._batch
 
-    def windows(self, step: int, slot: int) -> list[int]:
+    def sources(self, step: int, slot: int) -> list[int]:
         """They have no numbers."""
         return []
 

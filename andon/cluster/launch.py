@@ -9,38 +9,39 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from andon.cluster.bf16 import check_bf16
+from andon.cluster.kinds import prepare, settle, show_plan
 from andon.cluster.processes import Command, Workers
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
 from andon.cluster.worker import START_AGAIN, Access, work
 from andon.config.load import load
-from andon.config.schema import Config
+from andon.config.schema import RunSettings
 from andon.control.coordinator import Coordinator
 from andon.control.link import Message
 from andon.control.token import FILE, VARIABLE, Credentials, environment, new_token, token_of_run
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
-from andon.run.display import Display, show_error, show_plan
+from andon.run.display import Display, show_error
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder, read_mark
-from andon.run.prepare import prepare_tokens
 from andon.transport.address import address_text
 from andon.transport.base import TRANSPORTS, GroupError, PeerLost
 from andon.transport.tcp.entrance.tls import Tls
 
 LOOPBACK = "127.0.0.1"
+C = TypeVar("C", bound=RunSettings)
 PORT = 29411
 """Where a coordinator listens, unless told otherwise."""
 
 
-def train(config: Config, resume: str, console: Console) -> int:
+def train(config: RunSettings, resume: str, console: Console) -> int:
     """`andon train`: start the workers of a run here and wait for them; gives the exit code."""
-    config = absolute(config).on_this_machine()
+    config = settle(absolute(config).on_this_machine(), console)
     check_bf16(config)
     with run_folder(config, resume, console) as (folder, checkpoint):
         return _coordinate(config, folder, checkpoint, console)
@@ -65,9 +66,9 @@ class Door:
     tls: Tls | None = None
 
 
-def serve(config: Config, resume: str, door: Door, console: Console) -> int:
+def serve(config: RunSettings, resume: str, door: Door, console: Console) -> int:
     """`andon coordinator`: wait for workers that are started elsewhere; gives the exit code."""
-    config = absolute(config).with_transport("star")
+    config = settle(absolute(config).with_transport("star"), console)
     with run_folder(config, resume, console) as (folder, checkpoint):
         return _coordinate(config, folder, checkpoint, console, door)
 
@@ -89,7 +90,7 @@ def join_run(address: tuple[str, int], access: Access) -> int:
 
 
 @contextlib.contextmanager
-def run_folder(config: Config, resume: str, console: Console) -> Iterator[tuple[RunFolder, Path | None]]:
+def run_folder(config: RunSettings, resume: str, console: Console) -> Iterator[tuple[RunFolder, Path | None]]:
     """Show the plan and lock the run's folder; gives the folder and the checkpoint to resume from."""
     show_plan(console, config)
     with contextlib.closing(RunFolder(config.run.dir)) as folder:
@@ -107,7 +108,7 @@ def run_folder(config: Config, resume: str, console: Console) -> Iterator[tuple[
 
 
 @contextlib.contextmanager
-def recording(config: Config, folder: RunFolder, console: Console) -> Iterator[tuple[Recorder, Emit]]:
+def recording(config: RunSettings, folder: RunFolder, console: Console) -> Iterator[tuple[Recorder, Emit]]:
     """Record and show the events of a run; its first `start` removes how an earlier part of it ended."""
     display = Display(console, config)
     recorder = Recorder(folder.folder, display, hold=folder.hold)
@@ -124,10 +125,10 @@ def recording(config: Config, folder: RunFolder, console: Console) -> Iterator[t
 
 
 def _coordinate(
-    config: Config, folder: RunFolder, checkpoint: Path | None, console: Console, door: Door | None = None
+    config: RunSettings, folder: RunFolder, checkpoint: Path | None, console: Console, door: Door | None = None
 ) -> int:
     """Coordinate a run: start its workers here, or wait at a door for those that are started elsewhere."""
-    tokens = prepare_tokens(config, console)
+    data = prepare(config, console)
     logs = config.run.dir / "logs"
     workers: Workers | None = None
     kinds: set[str] = set()
@@ -155,9 +156,9 @@ def _coordinate(
             server = stack.enter_context(star_process(host, config.workers, config.group.timeout, credentials))
         job = {
             "config": config.model_dump(mode="json"),
-            "data": tokens.digest,
+            "data": data.digest,
             "folder_mark": read_mark(folder.folder),
-            "tokens": str(tokens.folder),
+            "tokens": str(data.folder),
             "resume": str(checkpoint) if checkpoint else None,
             "log": str(logs),
             "server": server,
@@ -196,7 +197,7 @@ def _coordinate(
     return code
 
 
-def _invite(config: Config, coordinator: Coordinator, tls: Tls | None, console: Console) -> None:
+def _invite(config: RunSettings, coordinator: Coordinator, tls: Tls | None, console: Console) -> None:
     """Say how workers join."""
     host, port = coordinator.address
     where = address_text(socket.gethostname() if ip_address(host).is_unspecified else host, port)
@@ -234,7 +235,7 @@ def _listening(job: Message, workers: int, emit: Emit, credentials: Credentials,
         yield coordinator
 
 
-def absolute(config: Config) -> Config:
+def absolute(config: C) -> C:
     """The configuration with an absolute path of the run's folder."""
     run = config.run.model_copy(update={"dir": expand(config.run.dir).resolve()})
     return config.model_copy(update={"run": run})

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 
-from andon.config.schema import Config
-from andon.data.token_set import TokenSet
+from andon.cluster.kinds import make_run
+from andon.config.schema import RunSettings
+from andon.data.build import Prepared
 from andon.engine.trainer import Trainer
 from andon.errors import UserError
 from andon.integrity.probe import compare_probes, differing, take_probe
-from andon.run.build import build_trainer
 from andon.run.events import Emit, event, no_event
-from andon.run.loop import Run
 from andon.transport.base import Group, Rendezvous, Settings, open_group
 
 
@@ -29,25 +28,26 @@ class Surroundings:
     on_built: Callable[[Trainer], None] = lambda trainer: None
 
 
-def train(config: Config, tokens: TokenSet, group: Group, resume: Path | None, around: Surroundings) -> bool:
+def train(config: RunSettings, data: Prepared, group: Group, resume: Path | None, around: Surroundings) -> bool:
     """Train as one rank of a run, from a checkpoint if one is given; whether it was stopped before its end."""
     emit = around.emit if group.rank == 0 else no_event
     device = choose_device(config.device, around.local_rank, emit)
     refuse_mixed_devices(group, device)
     config = with_probe(config, group, device, emit)
     group.stop_wanted = around.stop_wanted
-    trainer = build_trainer(config, tokens, group, device, emit)
+    run = make_run(config, data, group, device, emit)
+    trainer = run.trainer
     around.on_built(trainer)
     try:
         if resume:
             trainer.resume(resume)
-        Run(config, tokens, trainer, emit).train()
+        run.train()
         return trainer.progress.step < config.train.steps
     finally:
         trainer.close()
 
 
-def open_configured(config: Config, rendezvous: Rendezvous, settings: Settings) -> Group:
+def open_configured(config: RunSettings, rendezvous: Rendezvous, settings: Settings) -> Group:
     """The group that the configuration asks for; torch is made to give the same bits every time first."""
     make_torch_deterministic(config.threads)
     return open_group(config.group.transport, rendezvous, settings)
@@ -62,7 +62,7 @@ def refuse_mixed_devices(group: Group, device: torch.device) -> None:
         raise UserError(f"The ranks train on different devices: {found}", cause, "Give --device cpu or --device cuda")
 
 
-def with_probe(config: Config, group: Group, device: torch.device, emit: Emit) -> Config:
+def with_probe(config: RunSettings, group: Group, device: torch.device, emit: Emit) -> RunSettings:
     """Take the probe; refuse ranks that compute other bits, unless the configuration allows them."""
     probe = dict(take_probe(device))
     if found := compare_probes(group, probe, config.group.mixed):

@@ -6,16 +6,17 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
+from andon.cluster.kinds import describe, open_data, read_config
 from andon.cluster.signals import save_on_signal
-from andon.config.schema import Config, DataConfig
+from andon.config.schema import DataBase, RunSettings
 from andon.control.client import CoordinatorClient, join, log
 from andon.control.link import Message
 from andon.control.token import token_of_worker
-from andon.data.build import find, open_sound, receive
-from andon.data.token_set import TokenSet
+from andon.data.build import Prepared, find, open_sound, receive
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.numerics import choose_kernels
 from andon.run.events import event
@@ -50,8 +51,8 @@ def work(address: tuple[str, int], access: Access) -> int:
     """Join the coordinator at an address and train as one rank of its run; gives the exit code."""
     job, client = join(address, access.token, access.rank, access.tls, access.patience, access.say)
     try:
-        config, tokens = _prepare(job, client, access)
-        client.enter({"data": tokens.digest, "folder": read_mark(config.run.dir)})
+        config, data = _prepare(job, client, access)
+        client.enter({"data": data.digest, "folder": read_mark(config.run.dir)})
         access.say(f"Rank {client.rank} of {client.world_size}; waiting until all have joined")
         if not client.wait_for_all():
             access.say("The coordinator stopped before the run began")
@@ -65,18 +66,20 @@ def work(address: tuple[str, int], access: Access) -> int:
         client.close()
         raise
     access.say(f"Training with {', '.join(f'rank {rank} on {host}' for rank, host in enumerate(client.hosts))}")
-    code = _train_and_report(config, tokens, job, client, access)
+    code = _train_and_report(config, data, job, client, access)
     client.leave(code)
     return code
 
 
-def _train_and_report(config: Config, tokens: TokenSet, job: Message, client: CoordinatorClient, access: Access) -> int:
+def _train_and_report(
+    config: RunSettings, data: Prepared, job: Message, client: CoordinatorClient, access: Access
+) -> int:
     """Train as one rank; whatever ends it is told to the coordinator and written to the log."""
     # A batch system, or a machine that shuts down, signals every process and not only the launcher.
     save_on_signal(client.stop.set)
     stopped = f"Rank {client.rank} on {socket.gethostname()} stopped"
     try:
-        return _train(config, tokens, job, client, access)
+        return _train(config, data, job, client, access)
     except UserError as error:
         client.fail(error.what, error.cause, error.remedy)
         log(str(error))
@@ -100,10 +103,10 @@ def _with_host(text: str, client: CoordinatorClient) -> str:
     return text
 
 
-def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[Config, TokenSet]:
+def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[RunSettings, Prepared]:
     """The configuration as it holds here, and the data with the digest that the job names."""
     try:
-        config = Config.model_validate(job["config"])
+        config = read_config(job["config"])
         names = {name: job[name] for name in ("tokens", "resume", "log", "server")}
     except (KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -111,35 +114,36 @@ def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[C
     if not isinstance(names["tokens"], str) or not isinstance(names["resume"], str | None):
         raise ProtocolError("the coordinator sent a job without paths")
     if access.folder is None:
-        return config, TokenSet.open(Path(job["tokens"]))
-    access.say(f"Joined: {config.model.preset}, {config.train.steps:,} steps")
+        return config, open_data(config, Path(job["tokens"]))
+    access.say(f"Joined: {describe(config)}, {config.train.steps:,} steps")
     from andon.cluster.bf16 import check_bf16
 
     config = in_own_folder(config, access.folder)
     check_bf16(config)
     cache, digest = config.data.cache, job["data"]
-    if tokens := find(cache, digest):
+    open_folder = partial(open_data, config)
+    if data := find(cache, digest, open_folder):
         access.say(f"Data {digest[:16]}…: from the cache")
-    elif tokens := open_sound(Path(job["tokens"]), digest):
+    elif data := open_sound(Path(job["tokens"]), digest, open_folder):
         access.say(f"Data {digest[:16]}…: from the coordinator's folder, which this machine sees")
     else:
         access.say(f"Data {digest[:16]}…: receiving it from the coordinator")
-        tokens = receive(cache, digest, client.fetch)
-    return config, tokens
+        data = receive(cache, digest, client.fetch, open_folder)
+    return config, data
 
 
-def in_own_folder(config: Config, folder: Path) -> Config:
+def in_own_folder(config: RunSettings, folder: Path) -> RunSettings:
     """The configuration with the cache of this user, and a run's folder that is the coordinator's only if it lies in
     the folder that this worker's user chose."""
     folder = folder.resolve()
     wanted = config.run.dir.resolve()
     place = wanted if wanted.is_relative_to(folder) else folder / "runs" / wanted.name
     run = config.run.model_copy(update={"dir": place})
-    data = config.data.model_copy(update={"cache": DataConfig().cache})
+    data = config.data.model_copy(update={"cache": DataBase().cache})
     return config.model_copy(update={"run": run, "data": data})
 
 
-def _train(config: Config, tokens: TokenSet, job: Message, client: CoordinatorClient, access: Access) -> int:
+def _train(config: RunSettings, data: Prepared, job: Message, client: CoordinatorClient, access: Access) -> int:
     """Train as one rank; torch is loaded here and not before."""
     if warning := choose_kernels(config.numerics):
         client.emit(event("note", text=f"rank {client.rank}: {warning}"))
@@ -167,7 +171,7 @@ def _train(config: Config, tokens: TokenSet, job: Message, client: CoordinatorCl
     try:
         with open_configured(config, client, settings) as group:
             client.group = group
-            stopped = train(config, tokens, group, Path(job["resume"]) if job["resume"] else None, around)
+            stopped = train(config, data, group, Path(job["resume"]) if job["resume"] else None, around)
     except JidokaHalt as halt:
         log(str(halt))
         return EXIT_HALTED

@@ -16,7 +16,7 @@ from andon.numerics import has_avx2
 from andon.run.display import human_bytes
 from andon.version import VERSION
 
-PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic", "transformers", "pyarrow")
+PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic", "transformers", "peft", "pyarrow")
 
 
 def examine(console: Console) -> None:

@@ -14,6 +14,8 @@ from andon.config.load import build
 from andon.data import stories
 from andon.data.tokenizer import Tokenizer
 from andon.errors import UserError, harmless
+from andon.finetune import generate as tuned
+from andon.finetune.generate import is_for_transformers
 from andon.model.generate import sample
 from andon.model.hub import load_model
 from andon.run import evaluate as evaluation
@@ -26,6 +28,10 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
     """Print texts that continue a prompt."""
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     verify_named(folder)
+    if is_for_transformers(folder):
+        for text in tuned.generate(folder, prompt, count=count, length=length, temperature=temperature, seed=seed):
+            _print(text)
+        return
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     start = [tokenizer.end, *tokenizer.encode(prompt)]
     context = model.shape.context
@@ -33,8 +39,11 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
         cause = f"The model's context is {context:,}"
         raise UserError(f"The prompt has {len(start):,} tokens", cause, "Give a shorter prompt")
     for row in sample(model, [start] * count, tokenizer.end, length or context - len(start), temperature, seed):
-        text = prompt + tokenizer.decode(row)
-        print(harmless(text) if sys.stdout.isatty() else text, flush=True)
+        _print(prompt + tokenizer.decode(row))
+
+
+def _print(text: str) -> None:
+    print(harmless(text) if sys.stdout.isatty() else text, flush=True)
 
 
 def evaluate(folder: Path, windows: int, console: Console) -> None:

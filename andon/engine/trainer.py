@@ -2,7 +2,7 @@
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 
 from andon.checkpoint.checkpointer import Checkpointer
+from andon.data.batches import NO_TARGET
 from andon.engine.optimizer import Optimizer, Totals
 from andon.integrity.halt import Finding, Flaw, JidokaHalt, find_flaw, share_findings
 
 IntArray = npt.NDArray[np.int64]
+
+
+def count_targets(targets: IntArray) -> int:
+    """How many targets count; on the host, because a GPU would have to be waited for."""
+    return int(np.count_nonzero(targets != NO_TARGET))
 
 
 class BatchSource(Protocol):
@@ -26,8 +32,8 @@ class BatchSource(Protocol):
         """Inputs and targets."""
         ...
 
-    def windows(self, step: int, slot: int) -> list[int]:
-        """The numbers of the samples, for a halt to name."""
+    def sources(self, step: int, slot: int) -> Sequence[int | str]:
+        """Where the samples come from, for a halt to name: numbers of windows, or lines of a file."""
         ...
 
 
@@ -45,7 +51,7 @@ class StepSettings:
 
 
 class Trainer:
-    """Trains a model whose forward gives the loss of a batch, summed over its targets."""
+    """Trains a model whose forward gives the loss of a batch, summed over its targets; or another `loss` of it."""
 
     def __init__(
         self,
@@ -57,6 +63,7 @@ class Trainer:
         self.optimizer, self.model, self.batches = optimizer, optimizer.model, batches
         self.settings, self.progress, self.checkpointer = settings, optimizer.progress, checkpointer
         self.stop = optimizer.stop
+        self.loss: Callable[[Tensor, Tensor], Tensor] = self.model
         self.on_step: Callable[[Totals], None] = lambda totals: None
         optimizer.judge = self.judge
         if checkpointer:
@@ -71,11 +78,12 @@ class Trainer:
         """One step: slots, exchange, verdict, update, and a save where one is due."""
         step, model = self.progress.step + 1, self.model
         for slot in model.slots:
-            x, y = self.batch(step, slot)
+            arrays = self.batches(step, slot)
+            x, y = self.on_device(arrays)
             with model.phases("forward"), self.autocast():
-                loss = model(x, y)
+                loss = self.loss(x, y)
             with model.phases("backward"):
-                model.backward(loss, y.numel(), reduction="sum")
+                model.backward(loss, count_targets(arrays[1]), reduction="sum")
             del loss  # with its graph: the next slot's activations need the memory
         self.optimizer.lr = self.settings.learning_rate(step)
         totals = self.optimizer.step(self.settings.clip)
@@ -106,23 +114,35 @@ class Trainer:
             self.model.seed_slot(slot)
             x, y = self.batch(step, slot)
             with self.autocast():
-                loss = self.model(x, y)
+                loss = self.loss(x, y)
             flaws = [find_flaw("loss", loss.detach()), *self.model.gradients.inspect(loss, slot, find_flaw)]
+            rows = self._bad_rows(x, y) if flaws[0] else list(range(len(x)))
             for flaw in filter(None, flaws):
                 unit = layout.unit_of(flaw.parameter) if flaw.parameter != "loss" else "loss"
                 units.discard(unit)
-                found.append(self._finding(step, slot, unit, flaw))
+                found.append(self._finding(step, slot, unit, flaw, rows))
         passing = Flaw("", 0, 0, "a value that is not finite")
         return found + [self._finding(step, None, unit, passing) for unit in sorted(units)]
 
-    def _finding(self, step: int, slot: int | None, unit: str, flaw: Flaw) -> Finding:
-        samples = [] if slot is None else self.batches.windows(step, slot)
+    def _bad_rows(self, x: Tensor, y: Tensor) -> list[int]:
+        """The rows of a batch whose own loss is not finite; all of them, if each by itself is."""
+        with torch.no_grad(), self.autocast():
+            bad = [row for row in range(len(x)) if not torch.isfinite(self.loss(x[row : row + 1], y[row : row + 1]))]
+        return bad or list(range(len(x)))
+
+    def _finding(self, step: int, slot: int | None, unit: str, flaw: Flaw, rows: Sequence[int] = ()) -> Finding:
+        sources = [] if slot is None else self.batches.sources(step, slot)
+        samples = [sources[row] for row in rows]
         rank, host = self.model.membership.rank, socket.gethostname()
         return Finding(**asdict(flaw), rank=rank, host=host, slot=slot, samples=samples, unit=unit)
 
     def batch(self, step: int, slot: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a slot, on the device."""
-        x, y = self.batches(step, slot)
+        return self.on_device(self.batches(step, slot))
+
+    def on_device(self, arrays: tuple[IntArray, IntArray]) -> tuple[Tensor, Tensor]:
+        """A batch, where the model computes."""
+        x, y = arrays
         device = self.model.arena.device
         return torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
 

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from andon.config.schema import Config
+from andon.config.schema import Config, RunSettings
 from andon.errors import UserError, harmless
 from andon.run.events import Event
 from andon.run.plan import Memory, make_plan
@@ -56,7 +56,8 @@ def show_plan(console: Console, config: Config) -> None:
     plan, train, shape = make_plan(config), config.train, config.shape
     table = Table.grid(Column(style="bold"), "", padding=(0, 2))
     width = f"{shape.layers} blocks of width {shape.hidden}"
-    table.add_row("model", f"{config.model.preset} · {human_count(plan.parameters)} parameters · {width}")
+    name = escape(config.model.source) or config.model.preset
+    table.add_row("model", f"{name} · {human_count(plan.parameters)} parameters · {width}")
     table.add_row("data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}")
     batch = f"{train.slots} slots × {train.micro_batch} windows × {train.context} tokens"
     table.add_row("step", f"{plan.tokens_per_step:,} tokens = {batch}")
@@ -81,7 +82,7 @@ def _parts(memory: Memory) -> str:
 class Display:
     """Follows the events of a run."""
 
-    def __init__(self, console: Console, config: Config) -> None:
+    def __init__(self, console: Console, config: RunSettings) -> None:
         self.console, self.config = console, config
         self.facts: dict[str, str] = {}
         self.sample, self.floor = "", ""
@@ -132,7 +133,9 @@ class Display:
         elapsed = time.monotonic() - self.started
         left = (self.config.train.steps - event["step"]) * elapsed / max(1, event["step"] - self.first_step)
         self.facts["loss"] = f"{event['loss']:.4f}" + self.floor
-        self.facts["tokens/s"] = f"{event['tokens_per_s']:,.0f}"
+        if "accuracy" in event:
+            self.facts["accuracy"] = f"{event['accuracy']:.1%}"
+        self.facts["answers/s" if "accuracy" in event else "tokens/s"] = f"{event['tokens_per_s']:,.0f}"
         self.facts["lr"] = f"{event['lr']:.2e}"
         self.facts["grad norm"] = f"{event['grad_norm']:.3f}"
         eta = f"{int(left) // 60}:{int(left) % 60:02d} left"
@@ -152,7 +155,11 @@ class Display:
             self.console.print(f"  “{event['text']}”", soft_wrap=True, highlight=False, markup=False)
 
     def _on_eval(self, event: Event) -> None:
-        self.facts["validation"] = f"{event['loss']:.4f} ({event['bits_per_byte']:.3f} bits/byte)"
+        bits = f" ({event['bits_per_byte']:.3f} bits/byte)" if "bits_per_byte" in event else ""
+        self.facts["validation"] = f"{event['loss']:.4f}{bits}"
+        if "accuracy" in event:
+            right = f"accuracy {event['accuracy']:.1%} ({event['correct']:,} of {event['total']:,})"
+            self.facts["validation"] += f", {right}"
         text = f"step {event['step']}: validation loss {self.facts['validation']}"
         if "valid_share" in event:
             self.facts["valid stories"] = f"{event['valid_share']:.0%}"
@@ -183,10 +190,10 @@ class Display:
         return Group(*rows)
 
 
-def show_halt(console: Console, config: Config, event: Event) -> None:
+def show_halt(console: Console, config: RunSettings, event: Event) -> None:
     """Print a halt: what happened, on which rank, in which parameter, and what to do."""
     lines = [f"[bold]{escape(event['cause'])}[/]", ""]
-    samples: list[int] = []
+    samples: list[int | str] = []
     for found in event["findings"]:
         where = escape(f"rank {found['rank']} · {found['host']}")
         if found["slot"] is None:
@@ -200,7 +207,9 @@ def show_halt(console: Console, config: Config, event: Event) -> None:
     else:
         state = "Ranks hold different bits, so nothing was saved. The last checkpoint is from before that."
     lines += ["", state, ""]
-    if samples:
+    if samples and isinstance(samples[0], str):
+        lines.append(f"look at the lines     {escape(', '.join(map(str, samples[:16])))}")
+    elif samples:
         windows = ",".join(map(str, samples[:16]))
         lines.append(f"look at the samples   andon data show {escape(str(config.run.dir))} --windows {windows}")
     lines.append("try again             the same command resumes from the last checkpoint")
@@ -214,15 +223,25 @@ def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> Non
     """Print how a run ended, and what to do next."""
     checkpoint = folder / "checkpoints" / f"checkpoint-{summary['step']}"
     table = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
-    table.add_row("steps", f"{summary['step']:,} · {human_count(summary['tokens'])} tokens")
+    what = "answers" if "accuracy" in summary else "tokens"
+    table.add_row("steps", f"{summary['step']:,} · {human_count(summary['tokens'])} {what}")
     table.add_row("loss", f"{summary['loss']:.4f} · validation {summary['validation_loss']:.4f}")
     if "valid_share" in summary:
         known = f"{summary['known']} of them in the training text"
         table.add_row("stories", f"{summary['valid_share']:.0%} of the samples are valid, {known}")
+    if "accuracy" in summary:
+        right = f"{summary['correct']:,} of {summary['total']:,} held-out answers are right"
+        table.add_row("accuracy", f"{summary['accuracy']:.1%} · {right}")
     table.add_row("weights", f"blake3 {summary['weights_blake3'][:16]}… (in summary.json)")
-    table.add_row("checkpoint", escape(str(checkpoint)))
+    result = summary.get("result")
+    table.add_row("result" if result else "checkpoint", escape(str(result or checkpoint)))
     console.print(table)
     console.print("Next:", style="bold")
+    if result:
+        console.print(f'  andon generate {result} "…"', soft_wrap=True, markup=False)
+        if Path(result).name == "adapter":
+            console.print(f"  andon merge {result}", soft_wrap=True, markup=False)
+        return
     prompt = "Once upon a time," if "valid_share" in summary else "The"
     console.print(f'  andon generate {checkpoint} "{prompt}"', soft_wrap=True, markup=False)
     console.print(f"  andon evaluate {checkpoint}", soft_wrap=True, markup=False)

@@ -34,7 +34,7 @@ FIELDS: Final[dict[str, Fields]] = {
     "start": {"step": int, "transport": str, "floor": (int, float, type(None)), "data": str, "probe": dict},
     "step": {"step": int, **dict.fromkeys(("loss", "tokens", "tokens_per_s", "lr", "grad_norm"), NUMBER)},
     "sample": {"step": int, "text": str},
-    "eval": {"step": int, "loss": NUMBER, "bits_per_byte": NUMBER},
+    "eval": {"step": int, "loss": NUMBER},
     "checkpoint": {"step": int},
     "save_failed": {"step": int, "reason": str, "folder": str, "again": bool},
     "stopped": {"step": int},
@@ -74,7 +74,8 @@ def check_event(found: object, rank: int) -> Event:
     if rank and kind not in FROM_ANY_RANK:
         raise ValueError(f"a {kind!r} event, which only rank 0 reports")
     _check_fields(f"a {kind!r} event", found, {"time": NUMBER, **FIELDS[kind]})
-    optional: Fields = {"valid_share": NUMBER, "known": int, "pid": int}
+    optional: Fields = {"valid_share": NUMBER, "known": int, "bits_per_byte": NUMBER, "pid": int}
+    optional |= {"accuracy": NUMBER, "correct": int, "total": int, "result": str}
     _check_fields(f"a {kind!r} event", found, {key: value for key, value in optional.items() if key in found})
     for finding in found["findings"] if kind == "halt" else ():
         _check_fields("a finding", finding, FINDING)

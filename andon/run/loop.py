@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from andon.checkpoint.store import weights_blake3
-from andon.config.schema import Config
+from andon.config.schema import Config, RunSettings
 from andon.data.batches import Batches
 from andon.data.token_set import TokenSet
 from andon.engine.optimizer import Totals
@@ -25,17 +25,37 @@ BUSY = b"busy"
 HEARTBEAT = 0.2  # seconds between signs of life of a rank 0 that is busy
 
 
-class Run:
-    """One rank's run; rank 0 emits events and samples for all."""
+class Loop:
+    """One rank's run, of whatever kind; rank 0 emits events and samples for all."""
 
-    def __init__(self, config: Config, tokens: TokenSet, trainer: Trainer, emit: Emit) -> None:
-        self.config, self.tokens, self.trainer = config, tokens, trainer
+    def __init__(self, config: RunSettings, data: str, trainer: Trainer, emit: Emit) -> None:
+        self.settings, self.data, self.trainer = config, data, trainer
         self.is_rank_0 = trainer.model.membership.rank == 0
         self.emit: Emit = emit if self.is_rank_0 else no_event
-        self.tokenizer = tokens.tokenizer()
-        self.on_stories = config.data.corpus == ("stories",)
-        self._sampled = self._step_began = time.monotonic()
+        self._step_began = time.monotonic()
         trainer.on_step = self._emit_step
+
+    def floor(self) -> float | None:
+        """The least loss that the data allows, if that is known."""
+        return None
+
+    def step_facts(self) -> dict[str, Any]:
+        """What a step event says besides loss, tokens and times."""
+        return {}
+
+    def before_first_step(self) -> None:
+        """What a new run does before it trains."""
+
+    def evaluate(self) -> dict[str, Any]:
+        """Emit and give how good the model is on held-out data, with its `loss`; all ranks together."""
+        raise NotImplementedError
+
+    def between_steps(self) -> None:
+        """What happens after a step that is not the last, besides evaluation."""
+
+    def end(self, result: dict[str, Any]) -> dict[str, Any]:
+        """What the summary says besides, with `samples`; all ranks together."""
+        raise NotImplementedError
 
     @property
     def group(self) -> Group:
@@ -47,24 +67,19 @@ class Run:
         try:
             self._loop()
         except JidokaHalt as halt:
-            self.emit(event("halt", **halt.fields(), data=self.tokens.digest))
+            self.emit(event("halt", **halt.fields(), data=self.data))
             if self.trainer.checkpointer:
                 self.trainer.checkpointer.after_halt(halt)
             raise
 
     def _loop(self) -> None:
-        steps, progress = self.config.train.steps, self.trainer.progress
-        transport, data = self.config.group.transport, self.tokens.digest
+        steps, progress = self.settings.train.steps, self.trainer.progress
+        transport, probe = self.settings.group.transport, dict(self.settings.probe)
         self.emit(
-            event(
-                "start",
-                step=progress.step,
-                transport=transport,
-                floor=self.floor(),
-                data=data,
-                probe=dict(self.config.probe),
-            )
+            event("start", step=progress.step, transport=transport, floor=self.floor(), data=self.data, probe=probe)
         )
+        if not progress.step:
+            self.before_first_step()
         while progress.step < steps:
             self._step_began = time.monotonic()
             self.trainer.train_step()
@@ -72,7 +87,10 @@ class Run:
                 self.emit(event("stopped", step=progress.step))
                 return
             if progress.step < steps:
-                self._between_steps()
+                every = self.settings.eval.every
+                if every and progress.step % every == 0:
+                    self.evaluate()
+                self.between_steps()
         self._finish()
 
     def _emit_step(self, totals: Totals) -> None:
@@ -87,14 +105,42 @@ class Run:
                 tokens_per_s=round(totals.tokens / seconds, 1),
                 lr=self.trainer.optimizer.lr,
                 grad_norm=totals.norm,
+                **self.step_facts(),
                 **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in timings.items()},
             )
         )
 
-    def _between_steps(self) -> None:
-        every, seconds, step = (self.config.eval.every, self.config.eval.sample_every, self.trainer.progress.step)
-        if every and step % every == 0:
-            self.evaluate()
+    def _finish(self) -> None:
+        result, progress = self.evaluate(), self.trainer.progress
+        more = self.end(result)
+        if self.is_rank_0:
+            summary = {
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "loss": progress.loss,
+                "validation_loss": result["loss"],
+                "weights_blake3": weights_blake3(self.trainer.model.arena.parameters),
+                "transport": self.settings.group.transport,
+                "workers": self.group.world_size,
+                "skipped": progress.skipped,
+            }
+            self.emit(event("done", **summary, **more))
+        self.group.barrier()
+
+
+class Run(Loop):
+    """One rank's pretraining run."""
+
+    def __init__(self, config: Config, tokens: TokenSet, trainer: Trainer, emit: Emit) -> None:
+        super().__init__(config, tokens.digest, trainer, emit)
+        self.config, self.tokens = config, tokens
+        self.tokenizer = tokens.tokenizer()
+        self.on_stories = config.data.corpus == ("stories",)
+        self._sampled = time.monotonic()
+
+    def between_steps(self) -> None:
+        """Show a sample every now and then."""
+        seconds, step = self.config.eval.sample_every, self.trainer.progress.step
         if self.is_rank_0 and seconds and time.monotonic() - self._sampled > seconds:
             self.emit(event("sample", step=step, text=self.write(1, seed=step)[0]))
             self._sampled = time.monotonic()
@@ -143,24 +189,12 @@ class Run:
         compiled = self.config.train.compile
         return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
-    def _finish(self) -> None:
-        result, progress = self.evaluate(), self.trainer.progress
-        samples = while_others_wait(self.group, lambda: self.write(3, seed=progress.step))
-        if self.is_rank_0:
-            summary = {
-                "step": progress.step,
-                "tokens": progress.tokens,
-                "loss": progress.loss,
-                "validation_loss": result["loss"],
-                "bits_per_byte": result["bits_per_byte"],
-                "weights_blake3": weights_blake3(self.trainer.model.arena.parameters),
-                "transport": self.config.group.transport,
-                "workers": self.group.world_size,
-                "skipped": progress.skipped,
-            }
-            summary |= {key: result[key] for key in ("valid_share", "known") if key in result}
-            self.emit(event("done", **summary, samples=samples))
-        self.group.barrier()
+    def end(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Bits per byte, stories and samples for the summary."""
+        step = self.trainer.progress.step
+        samples = while_others_wait(self.group, lambda: self.write(3, seed=step))
+        told: dict[str, Any] = {key: result[key] for key in ("bits_per_byte", "valid_share", "known") if key in result}
+        return {**told, "samples": samples}
 
 
 def while_others_wait(group: Group, work: Callable[[], T]) -> T | None:

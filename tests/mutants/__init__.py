@@ -35,7 +35,7 @@ class Mutant:
 
 def everything() -> list[Mutant]:
     """All mutants, by room."""
-    from tests.mutants import checkpoints, foundations, protocol2, steps, transports
+    from tests.mutants import checkpoints, foundations, protocol2, steps, transports, tuning
 
-    rooms = (foundations, steps, checkpoints, transports, protocol2)
+    rooms = (foundations, steps, checkpoints, transports, protocol2, tuning)
     return [mutant for room in rooms for mutant in room.MUTANTS]

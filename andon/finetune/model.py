@@ -1,0 +1,108 @@
+"""The model that is trained: a Hugging Face model with LoRA adapters, or with all its weights."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from andon.config.finetune import LoraConfig, Task
+from andon.errors import UserError
+from andon.finetune.base import Base
+
+PEFT_TASKS = {"classes": "SEQ_CLS", "answers": "CAUSAL_LM"}
+
+
+def build_model(base: Base, task: Task, labels: Sequence[str], lora: LoraConfig, seed: int) -> nn.Module:
+    """The model with its first weights: those of the folder, and what is new from the seed."""
+    base.check_task(task)
+    torch.manual_seed(seed)
+    model = load_weights(base, task, labels)
+    if not lora.rank:
+        return model.train()
+    torch.manual_seed(seed)
+    return add_adapters(model, task, lora).train()
+
+
+def load_weights(base: Base, task: Task, labels: Sequence[str]) -> nn.Module:
+    """The model of a folder, in f32; a classifier gets a head of the right size."""
+    import transformers
+
+    settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
+    kind = transformers.AutoModelForCausalLM
+    if task == "classes":
+        kind = transformers.AutoModelForSequenceClassification
+        names = dict(enumerate(labels))
+        numbers = {name: number for number, name in names.items()}
+        settings |= {"num_labels": len(labels), "id2label": names, "label2id": numbers}
+        settings |= {"ignore_mismatched_sizes": True}
+    try:
+        model: nn.Module = kind.from_pretrained(base.folder, **settings)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise _cannot_load(base, error) from None
+    if getattr(model.config, "pad_token_id", None) is None:
+        model.config.pad_token_id = base.padding  # type: ignore[union-attr]
+    return model
+
+
+def _cannot_load(base: Base, error: Exception) -> UserError:
+    cause = str(error).strip().splitlines()[0]
+    if not list(base.folder.glob("*.safetensors")) and list(base.folder.glob("*.bin")):
+        cause = "Its weights are a .bin file, a pickle, which can run code when it is loaded"
+        remedy = "Save it as safetensors first: model.save_pretrained(FOLDER)"
+        return UserError(f"{base.folder} has no safetensors", cause, remedy)
+    return UserError(f"{base.folder} cannot be loaded", cause, "Copy it again from where it came")
+
+
+def add_adapters(model: nn.Module, task: Task, lora: LoraConfig) -> nn.Module:
+    """The model with fresh adapters; nothing else of it is trained, but for a classifier's head."""
+    peft = import_peft()
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=list(lora.targets) or "all-linear",
+        task_type=PEFT_TASKS[task],
+    )
+    try:
+        found: nn.Module = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        names = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
+        cause = str(error).strip().splitlines()[0]
+        remedy = f"Give --lora.targets some of {', '.join(names[:12])}"
+        raise UserError(f"Adapters cannot be added to {', '.join(lora.targets)}", cause, remedy) from None
+    return found
+
+
+def import_peft() -> Any:
+    """The library of adapters."""
+    try:
+        import peft
+    except ImportError:
+        raise UserError("Adapters cannot be used", "peft is not installed", "pip install 'andon[finetune]'") from None
+    return peft
+
+
+def load_adapter(folder: Path) -> tuple[nn.Module, Base, Task]:
+    """The model of an adapter folder with its adapters, to be used and not trained."""
+    peft = import_peft()
+    try:
+        settings = peft.PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # the library raises nearly everything
+        cause = str(error).strip().splitlines()[0]
+        raise UserError(f"{folder} is not an adapter", cause, "Name a folder with adapter_config.json") from None
+    base = Base(settings.base_model_name_or_path)
+    task: Task = "classes" if settings.task_type == "SEQ_CLS" else "answers"
+    model = load_weights(base, task, labels_of(folder, base))
+    return peft.PeftModel.from_pretrained(model, str(folder)).eval(), base, task
+
+
+def labels_of(folder: Path, base: Base) -> list[str]:
+    """The classes that an adapter was trained for, from its `state.json`; those of its model if it has none."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return [str(name) for name in state["labels"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [name for _, name in sorted((base.config.id2label or {}).items())]

@@ -1,0 +1,165 @@
+"""Faults in fine-tuning, and in pretraining that goes on from another model."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant
+
+LOSS = "test_finetune.py::test_the_loss_is_that_of_transformers_over_the_answers_of_the_whole_step"
+ONE = "test_finetune.py::test_one_answer_for_one_two_and_three_workers"
+ROW = "test_samples.py::test_what_is_wrong_with_a_row_names_its_line"
+CUT = "test_samples.py::test_what_is_too_long_is_cut_so_that_the_answer_stays_and_counted"
+
+MUTANTS = [
+    Mutant(
+        "prompt-is-learned",
+        "The tokens of the prompt are targets, too.",
+        "finetune/samples/encode.py",
+        "[NO_TARGET] * len(kept) + answer)",
+        "kept + answer)",
+        ("test_samples.py::test_only_the_answer_and_its_end_are_targets",),
+    ),
+    Mutant(
+        "answer-without-end",
+        "The model does not learn where an answer ends.",
+        "finetune/samples/encode.py",
+        "answer = answer if end is None else [*answer, end]",
+        "answer = list(answer)",
+        ("test_samples.py::test_only_the_answer_and_its_end_are_targets",),
+    ),
+    Mutant(
+        "end-of-prompt-cut",
+        "What is too long loses the end of its prompt.",
+        "finetune/samples/encode.py",
+        "kept = before[-(self.context - len(answer)) :]",
+        "kept = before[: self.context - len(answer)]",
+        (CUT,),
+    ),
+    Mutant(
+        "cut-not-counted",
+        "A prompt that was cut is not counted.",
+        "finetune/samples/encode.py",
+        "self.cut += len(before) + len(answer) > self.context",
+        "self.cut += len(answer) > self.context",
+        (CUT,),
+    ),
+    Mutant(
+        "last-answer-only",
+        "Only the last answer of a conversation is learned.",
+        "finetune/samples/encode.py",
+        "                    spans.append((len(before), len(after)))\n",
+        "                    spans = [(len(before), len(after))]\n",
+        ("test_samples.py::test_every_answer_of_a_conversation_is_a_target",),
+    ),
+    Mutant(
+        "empty-answer-accepted",
+        "A completion of spaces is a sample.",
+        "finetune/samples/encode.py",
+        'if not row.text("completion").strip() or not answer:',
+        "if not answer:",
+        (ROW,),
+    ),
+    Mutant(
+        "unseen-label-accepted",
+        "A held-out label that no training sample has becomes a class.",
+        "finetune/samples/tokenize.py",
+        "seen = {name for number, name in enumerate(named) if number not in held_out}",
+        "seen = set(named)",
+        (ROW,),
+    ),
+    Mutant(
+        "lines-from-zero",
+        "Lines count from 0.",
+        "finetune/samples/rows.py",
+        "for number, line in enumerate(stream, 1):",
+        "for number, line in enumerate(stream):",
+        (ROW,),
+    ),
+    Mutant(
+        "own-token-as-target",
+        "A token's target is the token itself.",
+        "finetune/samples/sample_set.py",
+        "_padded([row[1:] for row in answers], NO_TARGET)",
+        "_padded([row[:-1] for row in answers], NO_TARGET)",
+        ("test_samples.py::test_a_batch_is_padded_and_its_targets_are_the_next_tokens",),
+    ),
+    Mutant(
+        "padding-is-read",
+        "A classifier reads the padding of a batch.",
+        "finetune/task.py",
+        "attention_mask=mask.long()",
+        "attention_mask=torch.ones_like(x)",
+        ("test_finetune.py::test_the_padding_of_a_batch_changes_nothing",),
+    ),
+    Mutant(
+        "padding-counts",
+        "Targets that do not count are counted.",
+        "engine/trainer.py",
+        "return int(np.count_nonzero(targets != NO_TARGET))",
+        "return int(targets.size)",
+        (LOSS,),
+    ),
+    Mutant(
+        "accuracy-of-rank-0",
+        "Only the right answers of rank 0 are counted.",
+        "finetune/task.py",
+        "self.correct = sum(right for right, _ in statuses)",
+        "self.correct = statuses[0][0]",
+        ("test_finetune.py::test_the_accuracy_of_every_step_is_counted_over_all_workers",),
+    ),
+    Mutant(
+        "accuracy-of-all-steps",
+        "Right answers of earlier steps are counted again.",
+        "finetune/task.py",
+        "seen, self._seen = self._seen, []",
+        "seen = self._seen",
+        ("test_finetune.py::test_the_accuracy_of_every_step_is_counted_over_all_workers",),
+    ),
+    Mutant(
+        "new-head-without-seed",
+        "A new head has other weights on every rank.",
+        "finetune/model.py",
+        "    torch.manual_seed(seed)\n    model = load_weights",
+        "    torch.seed()\n    model = load_weights",
+        (ONE,),
+    ),
+    Mutant(
+        "another-model-accepted",
+        "Adapters go on with another model than they began with.",
+        "run/resumable.py",
+        'if state.get("frozen", "") != frozen:',
+        'if state.get("frozen", "") and not frozen:',
+        ("test_finetune.py::test_adapters_do_not_go_on_with_another_model",),
+    ),
+    Mutant(
+        "damaged-adapter-merged",
+        "A damaged adapter is merged.",
+        "finetune/result.py",
+        "    known = verify_named(adapter)\n",
+        "    known = None\n",
+        ("test_finetune.py::test_the_command_line_merges_and_answers",),
+    ),
+    Mutant(
+        "all-lines-blamed",
+        "A halt names all lines of a slot, not the one whose loss is bad.",
+        "engine/trainer.py",
+        "return bad or list(range(len(x)))",
+        "return list(range(len(x)))",
+        ("test_finetune.py::test_the_line_whose_loss_is_not_finite_is_named",),
+    ),
+    Mutant(
+        "from-folder-ignored",
+        "Pretraining that should go on starts from random weights.",
+        "run/build.py",
+        "if config.model.source and is_rank_0:",
+        "if config.model.source and not is_rank_0:",
+        ("test_from.py::test_the_first_loss_is_that_of_transformers",),
+    ),
+    Mutant(
+        "from-without-epsilon",
+        "Pretraining goes on with another epsilon of the norms.",
+        "model/hub_config.py",
+        '    "norm_eps": "rms_norm_eps",\n',
+        "",
+        ("test_from.py::test_the_first_loss_is_that_of_transformers",),
+    ),
+]
