@@ -82,7 +82,7 @@ class World:
         self.size = size
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         server = self._start_server(size, timeout) if TRANSPORTS[transport].needs_server else 0
-        server = _start_gradient_server(size) if TRANSPORTS[transport].joins_server else server
+        server = start_gradient_server(size) if TRANSPORTS[transport].joins_server else server
         self._pipes: list[Connection[Any, Any]] = []
         self._processes = []
         for rank in range(size):
@@ -158,7 +158,7 @@ class World:
             process.join()
 
 
-def _start_gradient_server(size: int) -> int:
+def start_gradient_server(size: int) -> int:
     """A server of protocol 2 that serves as long as somebody is there; its port."""
     from andon.protocol2.server import GradientServer
     from andon.protocol2.wire.dialogue import Dialogue

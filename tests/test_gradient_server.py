@@ -23,6 +23,7 @@ from andon.protocol2.wire.messages import JoinRequest
 from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
 from tests.group_harness import busy
 from tests.plain_peers import SECONDS, PlainServer, PlainSocket, PlainWorker, sequential_mean
+from tests.runs import soak
 
 pytestmark = pytest.mark.timeout(60)  # a server that waits for ever is noticed soon
 Lost = list[WorkerGone]
@@ -495,7 +496,7 @@ def test_the_longest_message_of_version_2_is_sent_whole() -> None:
         assert not client.average(0, np.ones(24_999_989, np.float32))[0].any()
 
 
-@pytest.mark.parametrize("tag", [WHOLE, BLOCK, COMPONENT])
+@pytest.mark.parametrize("tag", [WHOLE, soak(BLOCK), soak(COMPONENT)])
 def test_our_own_peers_exchange_what_is_too_long_for_a_message_in_pieces(tag: int) -> None:
     length = 25_000_001
     rows = [np.full(length, value, np.float32) for value in (1.0, 4.0)]

@@ -98,8 +98,7 @@ def everyone(workers: list[PlainWorker], work: Callable[[PlainWorker], None]) ->
     [
         (2, (1, 2, 7, 65_536, 65_537, 1_000_003)),
         (3, (1, 300_001)),
-        (2, (LONGEST,)),
-        *(pytest.param(count, (1, 99_991, LONGEST), marks=soak) for count in (3, 4, 5)),
+        *(pytest.param(count, (1, 99_991, LONGEST), marks=soak) for count in (2, 3, 4, 5)),
     ],
 )
 def test_whole_vectors_with_assignments_are_the_sequential_mean(
@@ -130,6 +129,8 @@ def test_whole_vectors_with_assignments_are_the_sequential_mean(
         code, output = server.finish()
     assert code == 0, output
     steps = events(tmp_path / "run", "step")
+    took = [round(each["step_ms"]) for each in steps]
+    print(f"{count} workers, whole vectors of {lengths} floats: the bits of the sequential mean; {took} ms a step")
     assert [(each["step"], each["workers"], each["total"]) for each in steps] == [
         (step, count, 101) for step in range(len(lengths))
     ]
@@ -174,6 +175,8 @@ def test_blocks_and_components_are_the_sequential_mean_until_the_workers_leave(
         code, output = server.finish()
     assert code == 0, output
     recorded = events(tmp_path / "run", "step")
+    took = [round(each["step_ms"]) for each in recorded]
+    print(f"{count} workers, blocks and components up to {longest} floats: the bits of the mean; {took} ms a step")
     assert [(each["step"], each["parts"], each["loss"]) for each in recorded] == [(10, 6, None), (11, 6, None)]
     assert all(each["left"] for each in events(tmp_path / "run", "lost"))
     assert summary(tmp_path / "run")["lost"] == []
@@ -191,7 +194,9 @@ def test_a_death_is_named_at_once_and_the_survivors_next_step_works(tmp_path: Pa
             workers[1].sock.sendall(head + bytes(30_000_000))
         died = time.time()
         workers[1].sock.close()
-        assert server.wait_for("lost") - died < 0.5 * busy()
+        named = server.wait_for("lost") - died
+        print(f"a death was named after {named:.3f} s")
+        assert named < 0.5 * busy()
         survivors = [workers[0], workers[2]]
         for step in range(2):
             for worker in survivors:
@@ -209,11 +214,47 @@ def test_a_death_is_named_at_once_and_the_survivors_next_step_works(tmp_path: Pa
     assert summary(tmp_path / "run")["lost"] == [1]
 
 
+def test_who_leaves_before_the_others_is_told_to_be_missing(tmp_path: Path) -> None:
+    """Workers of pretraining leave without a word. Whether it was the end shows when the others go on."""
+    with serving(tmp_path, "--workers=3") as server:
+        workers = server.join(3)
+        for step in range(2):
+            for component in range(3):
+                for worker in workers:
+                    worker.send_non_block(step, component, [1.0])
+                for worker in workers:
+                    worker.averaged_non_block()
+            if step == 0:
+                workers.pop(1).sock.close()
+                server.wait_for("lost")
+        for worker in workers:
+            worker.sock.close()
+        code, output = server.finish()
+    assert code == 0 and "The others go on without worker 1: means are over 2 workers" in output, output
+    assert summary(tmp_path / "run")["lost"] == [1]
+
+
+def test_who_has_the_last_mean_may_leave_while_others_still_receive_it(tmp_path: Path) -> None:
+    with serving(tmp_path, "--workers=2", "--steps=1") as server:
+        first, second = server.join(2)
+        big = np.ones(4_000_000, np.float32)  # more than the kernel holds for a worker that does not read
+        everyone([first, second], lambda worker: worker.send_gradient(0, big, 1.0, 1, 1))
+        first.averaged()
+        first.sock.close()
+        server.wait_for("lost")
+        second.averaged()
+        second.receive()
+        second.sock.close()
+        assert server.finish()[0] == 0
+    assert [each["left"] for each in events(tmp_path / "run", "lost")] == [True, True]
+    assert summary(tmp_path / "run")["lost"] == []
+
+
 @pytest.mark.parametrize("seconds", [0.5, pytest.param(40, marks=soak)])
 def test_a_worker_that_computes_for_long_is_not_dropped(tmp_path: Path, seconds: float) -> None:
     with serving(tmp_path, "--workers=2", "--steps=1") as server:
         workers = server.join(2)
-        big = np.ones(5_000_000, np.float32)
+        big = np.ones(2_000_000, np.float32)
         with ThreadPoolExecutor(2) as pool:
             sending = pool.submit(workers[0].send_gradient, 0, big, 1.0, 1, 1)
             sending.result(SECONDS)
@@ -226,6 +267,7 @@ def test_a_worker_that_computes_for_long_is_not_dropped(tmp_path: Path, seconds:
                 assert worker.receive() == b"\x07"
                 worker.sock.close()
         assert server.finish()[0] == 0
+    print(f"workers that computed for {seconds} s were not dropped")
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "sum", "loss"])

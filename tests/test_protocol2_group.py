@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from andon.config.load import load
 from andon.errors import UserError
 from andon.protocol2.group import Protocol2Group
-from andon.transport.base import Group
-from tests.group_harness import World
-from tests.plain_peers import PlainGradientServer
+from andon.transport.base import Group, Settings, open_group
+from andon.transport.torch_dist import StoreRendezvous
+from tests.group_harness import link_keys, start_gradient_server
+from tests.plain_peers import SECONDS, PlainGradientServer, PlainWorker
 from tests.runs import SMALL, andon, end_started, events, start, summary, train, wait_for_step
 from tests.test_gradient_server_command import Server
 
@@ -39,10 +41,10 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def gradient_server(cwd: Path, workers: int, *options: str) -> Iterator[Server]:
-    arguments = ("--bind=127.0.0.1:0", f"--workers={workers}", "--run.dir=server", *options)
+def gradient_server(cwd: Path, workers: int, *options: str, name: str = "server") -> Iterator[Server]:
+    arguments = ("--bind=127.0.0.1:0", f"--workers={workers}", f"--run.dir={name}", *options)
     try:
-        yield Server(start("gradient-server", *arguments, cwd=cwd), cwd / "server")
+        yield Server(start("gradient-server", *arguments, cwd=cwd), cwd / name)
     finally:
         end_started()
 
@@ -51,30 +53,25 @@ def over(address: tuple[str, int]) -> list[str]:
     return ["--group.transport=protocol2", f"--group.server={address[0]}:{address[1]}"]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_over_our_server_gives_the_answer(tmp_path: Path, answer: str, workers: int) -> None:
-    with gradient_server(tmp_path, workers) as server:
-        done = train(f"--workers={workers}", *over(server.address), cwd=tmp_path)
-        code, output = server.finish()
-    assert code == 0, output
-    assert (done["weights_blake3"], done["transport"]) == (answer, "protocol2")
-    steps = events(tmp_path / "server", "step")
-    assert [(each["step"], each["workers"], each["parts"]) for each in steps] == [
-        (step, workers, BLOCKS + 3) for step in range(6)
-    ]
+@pytest.mark.soak
+def test_one_worker_gives_the_answer(tmp_path: Path, answer: str) -> None:
+    with gradient_server(tmp_path, 1) as server:
+        assert train(*over(server.address), cwd=tmp_path)["weights_blake3"] == answer
+        assert server.finish()[0] == 0
 
 
 def test_a_run_over_another_implementations_server_gives_the_answer(tmp_path: Path, answer: str) -> None:
     with PlainGradientServer(2, BLOCKS) as server:
-        assert train("--workers=2", *over(server.address), cwd=tmp_path)["weights_blake3"] == answer
-    assert server.steps == 6
+        done = train("--workers=2", "--zero.policy=even", *over(server.address), cwd=tmp_path)
+    assert done["weights_blake3"] == answer and server.steps == 6
 
 
-def test_tied_weights_have_an_empty_lm_head_and_zero_gathers_between_the_ranks(tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_tied_weights_have_an_empty_lm_head(tmp_path: Path) -> None:
     options = ["--workers=2", "--model.tied=true"]
     expected = train(*options, cwd=tmp_path, name="shm")["weights_blake3"]
     with PlainGradientServer(2, BLOCKS) as server:
-        done = train(*options, "--zero.policy=even", *over(server.address), cwd=tmp_path)
+        done = train(*options, *over(server.address), cwd=tmp_path)
     assert done["weights_blake3"] == expected
 
 
@@ -125,6 +122,11 @@ def test_a_server_that_is_not_there_or_serves_others_is_refused_in_three_lines(t
     with gradient_server(tmp_path, 3) as server:
         output = refused(*over(server.address))
     assert f"The gradient server at 127.0.0.1:{server.address[1]} serves 3 workers, not 2" in output
+    with gradient_server(tmp_path, 2, name="other") as server:
+        stranger = PlainWorker(server.address)
+        output = refused(*over(server.address))
+        stranger.sock.close()
+    assert "Rank 0 is worker 1 of the gradient server" in output and "not of this run" in output
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_the_server_is_named_exactly_where_it_is_needed(keys: dict[str, str], co
 PAGE = (ROOT / "docs" / "protocol2.md").read_text()
 
 
-def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_give_the_answer(tmp_path: Path, answer: str) -> None:
     (block,) = re.findall(r"^```\n(.*?)^```", PAGE, re.M | re.S)
     first, second = (shlex.split(line)[1:] for line in block.splitlines())
     assert (first[0], second[0]) == ("gradient-server", "train")
@@ -154,11 +156,16 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     first, second = ([word.replace("29412", port) for word in words] for words in (first, second))
     try:
         server = Server(start(*first, cwd=tmp_path), tmp_path / "runs" / "gradient-server")
-        code, output = andon(*second, *SMALL, cwd=tmp_path)
+        code, output = andon(*second, *SMALL, "--run.dir=run", cwd=tmp_path)
         assert code == 0, output
         assert server.finish()[0] == 0
     finally:
         end_started()
+    done, steps = summary(tmp_path / "run"), events(server.folder, "step")
+    assert (done["weights_blake3"], done["transport"]) == (answer, "protocol2")
+    assert [(each["step"], each["workers"], each["parts"]) for each in steps] == [
+        (step, 2, BLOCKS + 3) for step in range(6)
+    ]
 
 
 def test_the_python_example_of_the_page_runs(tmp_path: Path) -> None:
@@ -181,7 +188,14 @@ def test_the_python_example_of_the_page_runs(tmp_path: Path) -> None:
 UNITS = [("lm_head", (6,)), ("model.norm", (2,)), ("model.layers.1", (3, 1)), ("model.layers.0", (3, 1))]
 
 
-def exchange_in_order(group: Group) -> tuple[list[int], list[float]]:
+def exchange_in_order(rank: int, store: int, server: int) -> tuple[list[int], list[float]]:
+    rendezvous = StoreRendezvous(TCPStore("127.0.0.1", store, wait_for_workers=False), rank, 2, SECONDS)
+    settings = Settings(SECONDS, server=("127.0.0.1", server), keys=link_keys(rank, 2))
+    with open_group("protocol2", rendezvous, settings) as group:
+        return in_order(group)
+
+
+def in_order(group: Group) -> tuple[list[int], list[float]]:
     order = list(group.exchange_order(UNITS))
     sums = []
     for _ in range(2):
@@ -193,8 +207,11 @@ def exchange_in_order(group: Group) -> tuple[list[int], list[float]]:
 
 
 def test_blocks_come_first_and_missing_components_are_empty() -> None:
-    with World("protocol2", 2) as world:
-        for order, sums in world.run(exchange_in_order):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = start_gradient_server(2)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(exchange_in_order, rank, store.port, server) for rank in range(2)]:
+            order, sums = done.result(SECONDS)
             assert order == [2, 3, 0, 1]
             assert sums == [5.0, 7.0, 1.0, 3.0] * 2
 

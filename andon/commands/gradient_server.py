@@ -17,14 +17,15 @@ from typing import Any, Final
 from rich.console import Console
 
 from andon.cluster.signals import save_on_signal
+from andon.commands.gradient_steps import Lines, Totals
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
 from andon.protocol2.connections import Network, WorkerGone
 from andon.protocol2.mean import NonFiniteGradient
-from andon.protocol2.server import GradientServer, Mean, WorkersDisagree
+from andon.protocol2.server import GradientServer, WorkersDisagree
 from andon.protocol2.wire.dialogue import WHOLE, Dialogue
 from andon.protocol2.worker import Worker
-from andon.run.display import human_bytes, show_error
+from andon.run.display import show_error
 from andon.run.events import Emit, Event, Recorder, event
 from andon.run.folder import RunFolder
 from andon.transport.address import address_text
@@ -32,8 +33,6 @@ from andon.transport.tcp.connect import is_loopback
 
 PORT: Final = 29412
 """Where a gradient server listens, unless told otherwise."""
-LINE_EVERY: Final = 2.0
-"""Seconds between lines about steps."""
 MOST_LINES: Final = 100
 """Lines about workers that come and go before the session begins."""
 LEAVE_SECONDS: Final = 5.0
@@ -74,7 +73,8 @@ def serve(service: Service, console: Console) -> int:
         folder.take()
         if aside := folder.move_aside():
             console.print(f"The earlier session is now in {aside}", style="dim", markup=False)
-        recorder = stack.enter_context(closing(Recorder(folder.folder, _Lines(console, service), hold=folder.hold)))
+        lines = Lines(console, service.steps)
+        recorder = stack.enter_context(closing(Recorder(folder.folder, lines, hold=folder.hold)))
         try:
             session = Session(service, recorder.emit)
         except OSError as error:
@@ -112,6 +112,10 @@ class Session:
         self.last: Event = {}
         self.lost_workers: list[int] = []
         self._said = 0
+        self._finishing = False
+        """Whether the last mean of a step is being sent: who has got it may leave."""
+        self._left: list[int] = []
+        """Workers that have left between two steps, as all do at the end of pretraining."""
         self._lost_at = -1
         """The step in which a worker was lost last."""
 
@@ -136,9 +140,13 @@ class Session:
         if not self.begun:
             self._say_early(_sentence(gone))
             return
-        begun = self.in_step or any(each.gradients for each in (worker, *self.server.workers))
-        left = self.ended or (gone.cause == "lost" and not begun and self.steps >= max(1, self.service.steps))
-        if not left:
+        has_all = self._finishing and not worker.may_write
+        begun = (self.in_step and not has_all) or any(each.gradients for each in (worker, *self.server.workers))
+        steps = self.steps + has_all
+        left = self.ended or (gone.cause == "lost" and not begun and steps >= max(1, self.service.steps))
+        if left:
+            self._left.append(worker.worker_id)
+        else:
             self.lost_workers.append(worker.worker_id)
             self._lost_at = self.steps
         self.emit(
@@ -195,22 +203,31 @@ class Session:
 
     def _serve_step(self) -> None:
         """One step: assignments, if there are any, and then part by part, until the dialogue begins a new step."""
-        totals = _Totals(self.server.workers)
+        totals = Totals(self.server.workers)
         if self.service.samples:
             self.in_step = True
             self.server.send_shard_assignments(self.step, self.service.samples)
-        while True:
+        while not self._finishing:
             mean = self.server.collect(self.dialogue)
-            self.step, self.in_step = mean.part.step, True
+            self.step, self.in_step, self._finishing = mean.part.step, True, self.dialogue.between_steps
+            if self._finishing:
+                self._say_who_left()
             totals.add(mean)
             sending = time.monotonic()
             self.server.broadcast(mean)
             totals.send_ms += 1000 * (time.monotonic() - sending)
-            if self.dialogue.between_steps:
-                break
+        self._finishing = False
         self.last = event("step", step=self.step, **totals.fields(self.server.workers))
         self.steps, self.step, self.in_step = self.steps + 1, self.step + 1, False
         self.emit(self.last)
+
+    def _say_who_left(self) -> None:
+        """Someone left after an earlier step, and it was not the last: the others go on."""
+        if self._left:
+            names = ", ".join(map(str, self._left))
+            self.note(f"The others go on without worker {names}: means are over {len(self.server.workers)} workers")
+            self.lost_workers += self._left
+            self._left.clear()
 
     def _halt(self, halt: NonFiniteGradient) -> int:
         """Stop the line: no mean of this step is sent any more."""
@@ -248,82 +265,3 @@ def _ignore() -> None:
 def _sentence(said: object) -> str:
     text = str(said)
     return text[:1].upper() + text[1:]
-
-
-class _Totals:
-    """What a step took, over all its parts."""
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self._began, self._before = time.monotonic(), {worker: (worker.received, worker.sent) for worker in workers}
-        self.parts = self.floats = 0
-        self.wait_ms = self.reduce_ms = self.send_ms = 0.0
-        self.mean: Mean | None = None
-
-    def add(self, mean: Mean) -> None:
-        self.parts, self.floats = self.parts + 1, self.floats + len(mean.gradients)
-        self.wait_ms, self.reduce_ms, self.mean = self.wait_ms + mean.wait_ms, self.reduce_ms + mean.reduce_ms, mean
-
-    def fields(self, workers: Sequence[Worker]) -> dict[str, Any]:
-        """The fields of a `step` event."""
-        assert self.mean
-        whole, total = self.mean.part.tag == WHOLE, self.mean.total
-        before = [self._before.get(worker, (0, 0)) for worker in workers]
-        return {
-            "loss": self.mean.loss if whole and total else None,
-            "accuracy": self.mean.correct / total if whole and total else None,
-            "correct": self.mean.correct if whole else None,
-            "total": total if whole else None,
-            "workers": len(self.mean.workers),
-            "parts": self.parts,
-            "floats": self.floats,
-            "bytes_received": sum(worker.received - old for worker, (old, _) in zip(workers, before, strict=True)),
-            "bytes_sent": sum(worker.sent - old for worker, (_, old) in zip(workers, before, strict=True)),
-            "step_ms": round(1000 * (time.monotonic() - self._began), 3),
-            **{key: round(getattr(self, key), 3) for key in ("wait_ms", "reduce_ms", "send_ms")},
-        }
-
-
-class _Lines:
-    """Shows the events of a session, a line each; steps at most every two seconds."""
-
-    def __init__(self, console: Console, service: Service) -> None:
-        self.console, self.service = console, service
-        self._last = 0.0
-        self._done = 0
-
-    def __call__(self, event: Event) -> None:
-        if shows := getattr(self, f"_on_{event['event']}", None):
-            style, text = shows(event)
-            if text:
-                self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    def _on_note(self, event: Event) -> tuple[str, str]:
-        return "dim", event["text"]
-
-    def _on_start(self, event: Event) -> tuple[str, str]:
-        return "", f"All {event['workers']} workers have joined"
-
-    def _on_step(self, event: Event) -> tuple[str, str]:
-        self._done += 1
-        if time.monotonic() - self._last < LINE_EVERY and self._done != self.service.steps:
-            return "", ""
-        self._last = time.monotonic()
-        loss = "" if event["loss"] is None else f"loss {event['loss']:.4f}  accuracy {event['accuracy']:.1%}  "
-        times = f"wait {event['wait_ms']:.0f} ms  mean {event['reduce_ms']:.0f} ms  send {event['send_ms']:.0f} ms"
-        moved = f"in {human_bytes(event['bytes_received'])}  out {human_bytes(event['bytes_sent'])}"
-        of = f"/{self.service.steps}" if self.service.steps else ""
-        return "", f"step {self._done}{of}  {loss}workers {event['workers']}  {moved}  {times}"
-
-    def _on_lost(self, event: Event) -> tuple[str, str]:
-        if event["left"]:
-            return "dim", f"Worker {event['rank']} ({event['host']}) left before step {event['step']}"
-        return "bold red", f"Step {event['step']}: {event['reason']}"
-
-    def _on_stopped(self, event: Event) -> tuple[str, str]:
-        return "yellow", f"Stopped in step {event['step']}"
-
-    def _on_halt(self, event: Event) -> tuple[str, str]:
-        return "bold red", f"THE LINE STOPPED at step {event['step']}: {event['cause']}\nNo mean of it was sent."
-
-    def _on_done(self, event: Event) -> tuple[str, str]:
-        return "bold", f"Done: {event['step']} steps in {event['seconds']:.1f} s, {event['workers']} workers"

@@ -3,8 +3,9 @@
 Every rank is a worker of the server, and joins in the order of ranks, so that its worker id is its rank. The server
 sees the dialogue of pretraining: each step the blocks from the last to the first, then LM head, final norm and
 embedding; a unit that is none of these three is a block, and a component that a model lacks is empty. What comes back
-is the mean, times the number of workers the sum; so with one or two workers the bits are those of every other
-transport. Before a model has said what its units are, a sum is a whole vector.
+is the mean, times the number of workers the sum. The bits are those of every other transport with one worker, and with
+two if the number of slots is a power of two, so that each has one half of their tree. Before a model has said what its
+units are, a sum is a whole vector.
 
 Protocol 2 has no message for anything else. Losses, norms, fingerprints, weights and heartbeats travel between the
 ranks themselves, as in a ring (`andon.transport.tcp.ring`), whose failure detector also tells who is lost.

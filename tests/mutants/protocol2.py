@@ -206,7 +206,7 @@ MUTANTS = [
         "protocol2/group.py",
         "np.float32(self.world_size), out=total.numpy()",
         "np.float32(1), out=total.numpy()",
-        (f"{GROUP}test_a_run_over_our_server_gives_the_answer",),
+        (f"{GROUP}test_the_commands_of_the_page_give_the_answer",),
     ),
     Mutant(
         "server-of-others",
@@ -230,7 +230,7 @@ MUTANTS = [
         "engine/exchange.py",
         "(turn := self._turns[len(self._tasks)]) in self._ready",
         "(turn := len(self._tasks)) in self._ready",
-        (f"{GROUP}test_a_run_over_our_server_gives_the_answer",),
+        (f"{GROUP}test_the_commands_of_the_page_give_the_answer",),
     ),
     Mutant(
         "mean-is-the-sum",
@@ -255,5 +255,29 @@ MUTANTS = [
         "        return EXIT_HALTED\n",
         "        return 0\n",
         (f"{COMMAND}test_what_is_not_finite_halts_with_3_and_halt_json",),
+    ),
+    Mutant(
+        "stranger-among-the-ranks",
+        "A rank takes part although a worker that is not of the run has joined before it.",
+        "protocol2/group.py",
+        "        if client.worker_id != self.rank:\n",
+        "        if client.worker_id < self.rank:\n",
+        ("test_protocol2_group.py::test_a_server_that_is_not_there_or_serves_others_is_refused_in_three_lines",),
+    ),
+    Mutant(
+        "left-and-not-missed",
+        "The others go on without a worker that has left, and nobody is told.",
+        "commands/gradient_server.py",
+        "            self.lost_workers += self._left\n",
+        "            self._left.sort()\n",
+        (f"{COMMAND}test_who_leaves_before_the_others_is_told_to_be_missing",),
+    ),
+    Mutant(
+        "leaving-is-dying",
+        "A worker that leaves with its last mean counts as lost while the others still receive it.",
+        "commands/gradient_server.py",
+        "has_all = self._finishing and not worker.may_write",
+        "has_all = self._finishing and worker.may_write",
+        (f"{COMMAND}test_who_has_the_last_mean_may_leave_while_others_still_receive_it",),
     ),
 ]
