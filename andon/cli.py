@@ -48,6 +48,7 @@ TlsCert = Annotated[str, typer.Option(help="PEM certificate of this process; tur
 TlsKey = Annotated[str, typer.Option(help="PEM key of that certificate.")]
 TlsCa = Annotated[str, typer.Option(help="PEM certificate of the authority that peers' certificates come from.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+Finetune = Annotated[bool, typer.Option("--finetune", help="MODEL DATA… and the keys of `andon finetune`.")]
 Checkpoints = Annotated[Path, typer.Argument(help="A run, its folder of checkpoints, or one checkpoint.")]
 
 
@@ -239,7 +240,7 @@ def launch_slurm(context: typer.Context) -> None:
     """Print a job script for `sbatch`: one task per worker; it goes on after a kill, a requeue or the time limit."""
     from andon.commands.schedulers import slurm_script
 
-    typer.echo(slurm_script(_config(context.args), context.args), nl=False)
+    typer.echo(slurm_script(_run_config(context.args), context.args), nl=False)
 
 
 @launch_app.command("k8s", context_settings=ANY)
@@ -251,7 +252,7 @@ def launch_k8s(
     """Print a manifest for `kubectl apply`: a coordinator and its workers, which go on after a kill or an eviction."""
     from andon.commands.schedulers import kubernetes_manifest
 
-    typer.echo(kubernetes_manifest(_config(context.args), image, claim), nl=False)
+    typer.echo(kubernetes_manifest(_run_config(context.args), image, claim), nl=False)
 
 
 @app.command(context_settings=ANY)
@@ -263,11 +264,11 @@ def prepare(context: typer.Context) -> None:
 
 
 @app.command(context_settings=ANY)
-def plan(context: typer.Context, as_json: AsJson = False) -> None:
+def plan(context: typer.Context, finetune: Finetune = False, as_json: AsJson = False) -> None:
     """Print memory and traffic of a configuration, and what other settings would change."""
     from andon.commands.plan import main as run
 
-    run(_config(context.args), as_json, _console())
+    run(_finetune_config(context.args) if finetune else _run_config(context.args), as_json, _console())
 
 
 @app.command()
@@ -350,8 +351,10 @@ def bench_train(
 ) -> None:
     """Measure Andon's step with and without checks against PyTorch DDP over gloo, interleaved in one run."""
     _enter_network()
+    from andon.bench.servers import check_needs_no_server
     from andon.bench.train import main as run
 
+    check_needs_no_server(transport)
     run(preset, ranks, _numbers("--tokens", tokens), repetitions, transport, zero, as_json)
 
 
@@ -381,7 +384,9 @@ def bench_cnn(
     """Measure a script's small CNN with Andon's Python interface against PyTorch DDP, interleaved in one run."""
     _enter_network()
     from andon.bench.cnn import main as run
+    from andon.bench.servers import check_needs_no_server
 
+    check_needs_no_server(transport)
     run(ranks, _numbers("--images", images), repetitions, transport, as_json)
 
 
@@ -397,7 +402,9 @@ def bench_finetune(
     """Measure fine-tuning with LoRA against Hugging Face's Trainer with peft and DDP, interleaved in one run."""
     _enter_network()
     from andon.bench.finetune import main as run
+    from andon.bench.servers import check_needs_no_server
 
+    check_needs_no_server(transport)
     run(presets.split(","), ranks, samples, repetitions, transport, as_json)
 
 
@@ -469,20 +476,20 @@ def checkpoint_prune(
 
 
 @config_app.command("show", context_settings=ANY)
-def config_show(
-    context: typer.Context,
-    finetune: Annotated[bool, typer.Option("--finetune", help="The keys of `andon finetune`.")] = False,
-) -> None:
+def config_show(context: typer.Context, finetune: Finetune = False) -> None:
     """Print the configuration that CONFIG.yaml, presets and overrides resolve to."""
-    config = _finetune_config(context.args or ["MODEL", "DATA"]) if finetune else _config(context.args)
+    config = _finetune_config(context.args or ["MODEL", "DATA"]) if finetune else _run_config(context.args)
     typer.echo(config.to_yaml(), nl=False)
 
 
 @config_app.command("validate", context_settings=ANY)
 def config_validate(context: typer.Context) -> None:
     """Check CONFIG.yaml and overrides."""
-    config = _config(context.args)
-    typer.echo(f"valid: {config.model.preset}, {config.train.steps:,} steps, {config.workers} workers")
+    from andon.cluster.kinds import describe
+
+    config = _run_config(context.args)
+    steps = f"{config.train.steps:,} steps" if config.train.steps else "as many steps as its epochs take"
+    typer.echo(f"valid: {describe(config)}, {steps}, {config.workers} workers")
 
 
 @config_app.command("schema")
@@ -496,12 +503,13 @@ def config_schema() -> None:
 @data_app.command("show")
 def data_show(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    windows: Annotated[str, typer.Option(help="Window numbers, as named in a halt: 12,480")],
+    windows: Annotated[str, typer.Option(help="Window numbers, as named in a halt: 12,480")] = "",
+    samples: Annotated[str, typer.Option(help="Samples of a fine-tuning run, as named in a halt: a.jsonl:7,…")] = "",
 ) -> None:
-    """Print the text of training windows."""
-    from andon.commands.data import show_windows
+    """Print the text of training windows, or samples as they were trained on."""
+    from andon.commands.data import show
 
-    show_windows(run, _numbers("--windows", windows), _console())
+    show(run, _numbers("--windows", windows) if windows else [], samples.split(",") if samples else [], _console())
 
 
 def _config(arguments: list[str]) -> Config:
@@ -526,7 +534,7 @@ def _finetune_config(arguments: list[str], values: Mapping[str, Any] | None = No
 
     paths, overrides = parse_arguments(arguments, FinetuneConfig)
     if values is None:
-        model, *files = paths
+        model, *files = paths or ["MODEL"]
         if not files and "data.files" not in overrides:
             remedy = f"`andon finetune {model} samples.jsonl`"
             raise UserError("There is no data", "`andon finetune` takes a model and files of samples", remedy)
@@ -536,11 +544,11 @@ def _finetune_config(arguments: list[str], values: Mapping[str, Any] | None = No
 
 def _run_config(arguments: list[str]) -> RunSettings:
     """The configuration of a run of either kind: a file with a section `lora` is about fine-tuning."""
-    from andon.config.load import read_yaml
+    from andon.config.load import is_finetuning, read_yaml
 
     files = [argument for argument in arguments if argument.endswith((".yaml", ".yml")) and argument[0] != "-"]
     values = read_yaml(Path(files[0])) if len(files) == 1 else {}
-    if "lora" not in values:
+    if not is_finetuning(values):
         return _config(arguments)
     return _finetune_config([argument for argument in arguments if argument not in files], values)
 

@@ -131,7 +131,7 @@ APPENDED = {
     "andon bench checkpoint": ["--preset=tiny", "--tokens=16", "--repetitions=1", "--ranks=1"],
     "andon bench train": ["--preset=tiny", "--tokens=16", "--repetitions=1", "--ranks=1"],
     "andon bench transport": [
-        *("--transports=shm,ring:bf16", "--ranks=2", "--sizes=64KB", "--repetitions=1", "--json")
+        *("--transports=shm,ring:bf16,protocol2", "--ranks=2", "--sizes=64KB", "--repetitions=1", "--json")
     ],
     "andon bench cnn": ["--images=4", "--repetitions=1"],
     "andon bench hosts": ["--rates=1gbit", "--ranks=2", "--tokens=16", "--repetitions=1"],
@@ -141,6 +141,7 @@ APPENDED = {
     "andon bench finetune": ["--presets=tiny", "--samples=1", "--repetitions=1", "--ranks=1"],
     "andon merge": ["--out=merged"],
     "andon data show": ["runs/demo", "--windows=0"],
+    "andon data show runs/finetune": [],
     "andon evaluate": ["--windows=2"],
     "andon train": [*SMALL, "--train.steps=8"],
     "make": ["--dry-run"],
@@ -227,5 +228,5 @@ def test_every_command_in_the_documents_runs(
     assert code == (3 if "--fault" in line else 0), output
     if kind == "andon bench transport":
         rows = [json.loads(text) for text in output.splitlines() if text.startswith("{")]
-        assert [row["transport"] for row in rows] == ["gloo", "shm", "ring:bf16"]
+        assert [row["transport"] for row in rows] == ["gloo", "shm", "ring:bf16", "protocol2"]
         assert all(row.keys() >= ROW for row in rows)
