@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from andon.config.finetune import FinetuneConfig
+from andon.config.load import is_finetuning
 from andon.config.schema import Config, RunSettings
 from andon.data.build import Prepared
 from andon.data.token_set import TokenSet
 from andon.run import display
+from andon.run.plan import Changes, Plan, changes, make_plan
 from andon.run.prepare import prepare_tokens
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 def read_config(values: Mapping[str, Any]) -> RunSettings:
     """The configuration of a job; `ValueError` if it is none."""
-    schema = FinetuneConfig if "lora" in values else Config
+    schema = FinetuneConfig if is_finetuning(values) else Config
     return schema.model_validate(values)
 
 
@@ -53,6 +55,17 @@ def show_plan(console: Console, config: RunSettings) -> None:
 
         return show_finetuning(console, config)
     return display.show_plan(console, _pretraining(config))
+
+
+def plans(config: RunSettings) -> tuple[Plan, Changes]:
+    """Memory and traffic of a settled run, and what other settings would make of them."""
+    if isinstance(config, FinetuneConfig):
+        from andon.finetune.plan import sizes_of
+
+        make = sizes_of(config).plan
+        return make(config), changes(config, make)
+    pretraining = _pretraining(config)
+    return make_plan(pretraining), changes(pretraining, make_plan)
 
 
 def prepare(config: RunSettings, console: Console) -> Prepared:

@@ -10,7 +10,7 @@ from rich.console import Console
 from andon.checkpoint.manifest import verify_named
 from andon.checkpoint.store import load_state
 from andon.commands.data import other_data
-from andon.config.load import build
+from andon.config.load import build, is_finetuning
 from andon.data import stories
 from andon.data.tokenizer import Tokenizer
 from andon.errors import UserError, harmless
@@ -53,6 +53,9 @@ def evaluate(folder: Path, windows: int, console: Console) -> None:
     if not isinstance(state.get("config"), dict):
         cause = "Its state.json has no configuration: a script saved it"
         raise UserError(f"{folder} is not a checkpoint of `andon train`", cause, "Evaluate it in the script")
+    if is_finetuning(state["config"]):
+        cause = "It is a checkpoint of `andon finetune`, whose accuracy is in metrics.jsonl and summary.json"
+        raise UserError(f"{folder} is not a checkpoint of `andon train`", cause, "Look at the run's summary.json")
     # The checkpoint may be another's: nothing is written where its configuration says.
     config = build(state["config"], {}).with_own_cache()
     model, tokens = load_model(folder), prepare_tokens(config, console)

@@ -8,22 +8,23 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from andon.bench.numerics import cost
-from andon.config.schema import Config
+from andon.cluster import kinds
+from andon.config.schema import RunSettings
 from andon.numerics import has_avx2
-from andon.run.display import human_bytes, show_plan
-from andon.run.plan import Plan, changes, make_plan
+from andon.run.display import human_bytes
+from andon.run.plan import Plan
 
 
-def main(config: Config, as_json: bool, console: Console) -> None:
+def main(config: RunSettings, as_json: bool, console: Console) -> None:
     """`andon plan`: the plan, then what each setting would change."""
-    config = config.on_this_machine()
-    plan, others = make_plan(config), changes(config)
+    config = kinds.settle(config.on_this_machine(), Console(quiet=True) if as_json else console)
+    plan, others = kinds.plans(config)
     if as_json:
         now = {"workers": config.workers, "transport": config.group.transport, **plan.to_json()}
         rows = [{"keys": keys, **other.to_json()} for keys, other in others]
         print(json.dumps({**now, "changes": rows}))
         return
-    show_plan(console, config)
+    kinds.show_plan(console, config)
     figures = [Column(name, justify="right") for name in ("memory a worker", "all workers", "sent a step and rank")]
     table = Table("setting", *figures, title="What other settings would change", title_justify="left")
     table.add_row("as it is", *_figures(plan, config.workers), style="bold")
@@ -45,7 +46,7 @@ def _figures(plan: Plan, workers: int) -> tuple[str, str, str]:
     return human_bytes(memory.total), human_bytes(memory.of_all(workers)), sent
 
 
-def _options(config: Config, keys: dict[str, Any]) -> str:
+def _options(config: RunSettings, keys: dict[str, Any]) -> str:
     """The options that differ from the configuration."""
     new = [(key, value) for key, value in keys.items() if attrgetter(key)(config) != value]
     return " ".join(f"--{key} {value}" for key, value in new)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from andon.config.schema import Config
+from andon.config.schema import RunSettings
 from andon.files import expand
 
 ATTEMPTS: Final = 20
@@ -61,7 +61,7 @@ exit 1
 """
 
 
-def slurm_script(config: Config, arguments: Sequence[str]) -> str:
+def slurm_script(config: RunSettings, arguments: Sequence[str]) -> str:
     """A job script: the batch step runs the coordinator, each task of one `srun` a worker."""
     folder = expand(config.run.dir).resolve()
     return SLURM.format(
@@ -77,7 +77,7 @@ def slurm_script(config: Config, arguments: Sequence[str]) -> str:
     )
 
 
-def kubernetes_manifest(config: Config, image: str, claim: str) -> str:
+def kubernetes_manifest(config: RunSettings, image: str, claim: str) -> str:
     """A service, and two jobs: the coordinator and the workers. They share a volume with the run's folder."""
     name = run_name(config)
     run = config.run.model_copy(update={"dir": f"/runs/{name}"})
@@ -104,7 +104,7 @@ def kubernetes_manifest(config: Config, image: str, claim: str) -> str:
     return head + "---\n".join(yaml.safe_dump(each, sort_keys=False) for each in objects)
 
 
-def _job(config: Config, name: str, image: str, claim: str, role: str) -> dict[str, Any]:
+def _job(config: RunSettings, name: str, image: str, claim: str, role: str) -> dict[str, Any]:
     count = config.workers if role == "worker" else 1
     coordinator = ["andon", "coordinator", "/config/config.yaml", "--bind", f"0.0.0.0:{PORT}"]
     worker = ["andon", "worker", f"{name}:{PORT}", "--folder", "/runs"]
@@ -140,7 +140,7 @@ def _job(config: Config, name: str, image: str, claim: str, role: str) -> dict[s
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-{role}"}, "spec": spec}
 
 
-def run_name(config: Config) -> str:
+def run_name(config: RunSettings) -> str:
     """The name of the run's folder, as schedulers take names."""
     name = re.sub("[^a-z0-9-]+", "-", config.run.dir.name.lower())[:40].strip("-")
     return name if name[:1].isalpha() else f"run-{name}".rstrip("-")

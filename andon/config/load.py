@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from andon.config.finetune import FinetuneConfig
 from andon.config.presets import with_preset
 from andon.config.schema import Config, RunSettings
 from andon.errors import UserError, shown
@@ -23,6 +24,17 @@ C = TypeVar("C", bound=RunSettings)
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a YAML file and overrides with dotted keys, on top of the presets."""
     return build(read_yaml(path) if path else {}, overrides or {})
+
+
+def load_run(path: Path) -> RunSettings:
+    """The configuration of a run of either kind, from its config.yaml."""
+    values = read_yaml(path)
+    return validate(values, FinetuneConfig) if is_finetuning(values) else build(values, {})
+
+
+def is_finetuning(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration is one of `andon finetune`."""
+    return "lora" in values
 
 
 def build(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:

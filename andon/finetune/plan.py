@@ -1,5 +1,9 @@
 """What the launcher does before the workers start: look at the model, tokenize the samples, show the plan."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
@@ -10,6 +14,9 @@ from andon.errors import UserError
 from andon.finetune.base import Base
 from andon.finetune.samples.sample_set import SampleBatches, SampleSet, steps_of
 from andon.finetune.samples.tokenize import prepare_samples
+
+if TYPE_CHECKING:
+    from andon.finetune.size import Sizes
 
 
 def settle(config: FinetuneConfig, console: Console) -> FinetuneConfig:
@@ -27,6 +34,14 @@ def settle(config: FinetuneConfig, console: Console) -> FinetuneConfig:
     update = {"steps": steps_of(config, samples), "context": samples.meta["context"]}
     train = config.train.model_copy(update=update)
     return config.model_copy(update={"train": train, "model": str(base.folder)})
+
+
+def sizes_of(config: FinetuneConfig) -> Sizes:
+    """The sizes of a settled run; torch is needed from here on."""
+    from andon.finetune.size import Sizes
+
+    base = Base(config.model)
+    return Sizes(config, base, prepare_samples(config, base))
 
 
 def show_plan(console: Console, config: FinetuneConfig) -> None:

@@ -39,9 +39,7 @@ class Learning:
     def __init__(self, model: nn.Module, task: Task, padding: int) -> None:
         self.model, self.task, self.padding = model, task, padding
         self.accuracy = Accuracy()
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-        # Most models can leave out the logits of tokens that are not asked for, which is most of a prompt.
-        self._keeps = "logits_to_keep" in inspect.signature(base.forward).parameters
+        self._keeps = keeps_logits(model)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """The loss of a slot, summed over its targets; its right answers are counted."""
@@ -86,6 +84,12 @@ class Learning:
         parts = [part for packed in group.all_gather_bytes(mine) for part in PART.iter_unpack(packed)]
         total = sum(count for *_, count in parts)
         return Score(fsum(loss for _, loss, *_ in parts) / max(1, total), sum(part[2] for part in parts), total)
+
+
+def keeps_logits(model: nn.Module) -> bool:
+    """Whether a model can leave out the logits of tokens that are not asked for, which is most of a prompt."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return "logits_to_keep" in inspect.signature(base.forward).parameters
 
 
 class Accuracy:

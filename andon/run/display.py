@@ -1,5 +1,6 @@
 """What a user sees of a run: plan, progress, samples, halt, end; plain lines without a terminal."""
 
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -207,11 +208,10 @@ def show_halt(console: Console, config: RunSettings, event: Event) -> None:
     else:
         state = "Ranks hold different bits, so nothing was saved. The last checkpoint is from before that."
     lines += ["", state, ""]
-    if samples and isinstance(samples[0], str):
-        lines.append(f"look at the lines     {escape(', '.join(map(str, samples[:16])))}")
-    elif samples:
-        windows = ",".join(map(str, samples[:16]))
-        lines.append(f"look at the samples   andon data show {escape(str(config.run.dir))} --windows {windows}")
+    if samples:
+        option = "--samples" if isinstance(samples[0], str) else "--windows"
+        named = shlex.join([str(config.run.dir), option, ",".join(map(str, samples[:16]))])
+        lines.append(f"look at the samples   andon data show {escape(named)}")
     lines.append("try again             the same command resumes from the last checkpoint")
     if event["sound"]:
         lines.append("skip such steps       the same command with --on_nonfinite skip")

@@ -509,8 +509,8 @@ MUTANTS = [
         "plan-without-rows",
         "The plan forgets that a rank folds its slots in several buffers.",
         "run/plan.py",
-        "gradients=4 * shape.parameters * rows,",
-        "gradients=4 * shape.parameters,",
+        "gradients=4 * trained.parameters * rows,",
+        "gradients=4 * trained.parameters,",
         ("test_plan.py::test_weights_gradients_and_moments_are_counted",),
     ),
     Mutant(
@@ -711,8 +711,8 @@ MUTANTS = [
         "foreign-cache-used",
         "A look at a foreign run writes where its configuration says.",
         "commands/data.py",
-        'load(run / "config.yaml").with_own_cache()',
-        'load(run / "config.yaml")',
+        'load_run(run / "config.yaml").with_own_cache()',
+        'load_run(run / "config.yaml")',
         ("test_terminal.py::test_a_foreign_run_is_looked_at_and_not_written_to",),
     ),
     Mutant(
