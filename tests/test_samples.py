@@ -126,6 +126,11 @@ def test_samples_come_from_the_cache_until_the_data_or_the_tokenizer_changes(mod
     array.write_bytes(array.read_bytes()[:-1] + b"!")
     with pytest.raises(UserError, match="is damaged"):
         samples_of(models / "llama", data)
+    shutil.rmtree(one.folder)
+    meta = samples_of(models / "llama", data).folder / "meta.json"
+    meta.write_text(meta.read_text().replace(one.labels[0], "changed"))
+    with pytest.raises(UserError, match="is damaged"):
+        samples_of(models / "llama", data)
 
 
 GOOD: Rows = [{"text": "a b", "label": 0}, {"text": "c d", "label": 1}] * 10
@@ -138,6 +143,7 @@ PROMPT: Mapping[str, Any] = {"prompt": "a", "completion": "b"}
         ("llama", [*GOOD[:4], {"text": "x"}, *GOOD], 5, "`label` is missing"),
         ("llama", [*GOOD[:9], {"text": "x", "label": 7}, *GOOD], 10, "no training sample has the label '7'"),
         ("llama", [*GOOD[:2], {"text": "x", "label": 0.5}, *GOOD], 3, "`label` is no class"),
+        ("llama", [*GOOD[:9], {"text": "x", "label": "--7"}, *GOOD], 10, "no training sample has the label '--7'"),
         ("llama", [*GOOD[:2], {"text": 7, "label": 1}, *GOOD], 3, "`text` is not text"),
         ("llama", [*GOOD[:2], {"text": "", "label": 1}, *GOOD], 3, "the text is empty"),
         ("llama", [{"words": "x"}], 1, "these are not the columns of a sample"),
@@ -199,8 +205,13 @@ def _sorter(folder: Path) -> None:
 
 
 def _classes_of_the_model(folder: Path) -> None:
-    path = folder / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": {"0": "good", "1": "bad"}}))
+    name_classes(folder / "model", "good", "bad")
+    write_rows(folder / "data.jsonl", [{"text": "a", "label": "good"}, {"text": "b", "label": 2}] * 4)
+
+
+def name_classes(model: Path, *names: str) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": dict(enumerate(names))}))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +226,7 @@ def _classes_of_the_model(folder: Path) -> None:
         (_empty, "There are no samples in"),
         (_one_class, "All samples have the label 'x'"),
         (_sorter, "writes no answers"),
-        (_classes_of_the_model, "line 1: no training sample has the label '0'"),
+        (_classes_of_the_model, "line 2: the model has no class '2'"),
     ],
 )
 def test_bad_input_is_three_lines(models: Path, tmp_path: Path, spoil: Callable[[Path], None], what: str) -> None:
@@ -227,6 +238,31 @@ def test_bad_input_is_three_lines(models: Path, tmp_path: Path, spoil: Callable[
         tune_config(tmp_path / "model", data)
     assert what in caught.value.what, caught.value
     assert len(str(caught.value).splitlines()) == 3
+
+
+def test_the_classes_of_a_model_may_be_given_by_name_or_number(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "bert", tmp_path / "model")
+    name_classes(tmp_path / "model", "good", "bad")
+    rows: Rows = [{"text": "a", "label": "bad"}, {"text": "b", "label": 1}, {"text": "c", "label": 0}] * 4
+    found = samples_of(tmp_path / "model", write_rows(tmp_path / "data.jsonl", rows))
+    assert found.labels == ["good", "bad"] and found.targets[:3].tolist() == [1, 1, 0]
+
+
+def test_files_of_the_same_name_are_told_apart_by_their_folders(models: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        plots(tmp_path / name / "plots.jsonl", 20)
+    found = samples_of(models / "llama", tmp_path)
+    assert (found.place(0), found.place(20)) == ("one/plots.jsonl:1", "two/plots.jsonl:1")
+    assert (found.find("two/plots.jsonl:1"), found.find("two/plots.jsonl:21"), found.find("x")) == (20, None, None)
+
+
+def test_the_context_is_at_most_what_the_tokenizer_allows(models: Path, tmp_path: Path) -> None:
+    """Some models have rows for positions that they do not use; their tokenizers know it."""
+    shutil.copytree(models / "bert", tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 30}))
+    assert tune_config(tmp_path / "model", plots(tmp_path / "plots.jsonl", 20)).train.context == 30
 
 
 def test_keys_of_pretraining_are_not_keys_of_fine_tuning() -> None:

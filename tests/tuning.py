@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ CHAT = (
 FAMILIES = ("llama", "qwen2", "gpt2", "gpt_neox", "bert")
 
 
+@cache
+def tokenizer(vocabulary: int) -> Tokenizer:
+    """A tokenizer of the built-in stories."""
+    return Tokenizer.train(stories.stories(1, 300), vocabulary)
+
+
 def make_model(folder: Path, family: str = "llama", chat: bool = False, **sizes: Any) -> Path:
     """The folder of a small model with random weights and a tokenizer of the built-in stories."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -53,7 +60,7 @@ def make_model(folder: Path, family: str = "llama", chat: bool = False, **sizes:
     torch.manual_seed(1)
     kind = AutoModelForSequenceClassification if family == "bert" else AutoModelForCausalLM
     kind.from_config(config).save_pretrained(folder)
-    Tokenizer.train(stories.stories(1, 300), own["vocab_size"]).save(folder)
+    tokenizer(own["vocab_size"]).save(folder)
     if chat:
         (folder / "chat_template.jinja").write_text(CHAT)
     return folder

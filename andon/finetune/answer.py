@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from andon.config.finetune import Task
-from andon.data.batches import NO_TARGET
 from andon.finetune.base import Base
 from andon.finetune.samples.sample_set import SampleSet
 
@@ -20,18 +19,11 @@ class Answering:
 
     def to_sample(self, samples: SampleSet, number: int, length: int) -> str:
         """The answer to a sample, with the one that it should be."""
-        ids = samples.tokens(number)
+        text, expected = samples.texts(number, self.base.tokenizer)
         if self.task == "classes":
-            expected = self.labels[int(samples.answer(number)[0])]
-            text = self.base.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-            label, share = self.classify(ids.tolist())
+            label, share = self.classify(samples.tokens(number).tolist())
             return f"{text} → {label} ({share:.0%}); {'right' if label == expected else f'it is {expected}'}"
-        targets = samples.answer(number)
-        first = max(1, int((targets != NO_TARGET).argmax()))
-        expected = self.base.tokenizer.decode(ids[targets != NO_TARGET].tolist(), skip_special_tokens=True)
-        prompt = ids[:first].tolist()
-        text = self.base.tokenizer.decode(prompt, skip_special_tokens=True)
-        return f"{text} → {self.write(prompt, length)} (expected: {expected.strip()})"
+        return f"{text} → {self.write(samples.prompt(number).tolist(), length)} (expected: {expected})"
 
     @torch.no_grad()
     def classify(self, ids: Sequence[int]) -> tuple[str, float]:
@@ -46,6 +38,9 @@ class Answering:
     @torch.no_grad()
     def write(self, prompt: Sequence[int], length: int, temperature: float = 0.0) -> str:
         """The text that follows a prompt; the likeliest token each time, or drawn from torch's generator."""
+        if self.base.positions:  # more would be read than some models have positions for
+            prompt = prompt[1 - self.base.positions :]
+            length = min(length, self.base.positions - len(prompt))
         row, was_training = self._row(prompt), self.model.training
         self.model.eval()
         how: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": length}

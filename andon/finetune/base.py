@@ -20,6 +20,8 @@ WRITERS: Final = ("ForCausalLM", "LMHeadModel")
 SORTER: Final = "ForSequenceClassification"
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken", "tekken.json")
 """Files of which a tokenizer has at least one; without them the library would make an empty one."""
+UNLIMITED: Final = 1 << 40
+"""What a tokenizer gives as its longest text if it knows of none is larger than this."""
 SMALL: Final = (".json", ".jinja", ".txt", ".model")
 """Files that are read with a tokenizer or a configuration."""
 
@@ -40,7 +42,7 @@ class Base:
         try:
             return self._transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:  # the library raises nearly everything
-            cause = str(error).strip().splitlines()[0]
+            cause = first_line(error)
             known = f"transformers {self._transformers.__version__}"
             remedy = f"Use a model that {known} knows; code that comes with a model is not run"
             raise UserError(f"{self.folder / 'config.json'} names no model that {known} knows", cause, remedy) from None
@@ -52,9 +54,13 @@ class Base:
 
     @property
     def positions(self) -> int | None:
-        """The most tokens that the model can read, if it says so."""
-        found = [getattr(self.config, name, None) for name in POSITIONS]
-        return next((value for value in found if isinstance(value, int) and value > 0), None)
+        """The most tokens that the model can read, if it or its tokenizer says so."""
+        config = self.config.get_text_config()
+        found = [getattr(config, name, None) for name in POSITIONS]
+        model = next((value for value in found if isinstance(value, int) and value > 0), None)
+        # Some models have fewer usable positions than rows for them, and only the tokenizer says so.
+        limits = [value for value in (model, self.tokenizer.model_max_length) if value and value < UNLIMITED]
+        return min(limits, default=None)
 
     @property
     def own_labels(self) -> list[str]:
@@ -79,7 +85,7 @@ class Base:
                 raise ValueError("There is no tokenizer.json")
             return self._transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:  # the library raises nearly everything
-            cause = str(error).strip().splitlines()[0]
+            cause = first_line(error)
             remedy = "Copy tokenizer.json and tokenizer_config.json of the model into its folder"
             raise UserError(f"{self.folder} has no tokenizer that can be read", cause, remedy) from None
 
@@ -91,19 +97,30 @@ class Base:
             raise UserError(
                 what, cause, "Give prompt and completion, or add a chat_template.jinja to the model's folder"
             )
+        if columns == "messages" and not self.tokenizer.is_fast:
+            what = f"{file}, line 1: the tokenizer of {self.folder} cannot tell which tokens are the answer"
+            cause = "It is a slow tokenizer, without the place of each token in the text"
+            raise UserError(what, cause, "Give prompt and completion, or add a tokenizer.json to the model's folder")
         return self.tokenizer
 
     @property
     def padding(self) -> int:
-        """A token for places that do not count."""
-        found = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        return next(token for token in found if token is not None)
+        """A token for places that do not count; the model must know it, because a classifier of a causal model reads
+        the last token that is another one."""
+        found = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        rows = self._rows
+        return next((token for token in found if token is not None and token < rows), 0)
+
+    @property
+    def _rows(self) -> int:
+        """The tokens that the model knows."""
+        rows = getattr(self.config.get_text_config(), "vocab_size", None)
+        return rows if isinstance(rows, int) else UNLIMITED
 
     def check_tokens(self, largest: int) -> None:
         """Refuse a tokenizer that has more tokens than the model has rows."""
-        rows = getattr(self.config.get_text_config(), "vocab_size", None)
-        if isinstance(rows, int) and largest >= rows:
-            cause = f"The samples have token {largest:,}, and the model has rows for {rows:,}"
+        if largest >= self._rows:
+            cause = f"The samples have token {largest:,}, and the model has rows for {self._rows:,}"
             raise UserError(
                 f"The tokenizer of {self.folder} is not the model's", cause, "Copy the model's own tokenizer"
             )
@@ -112,6 +129,11 @@ class Base:
         """BLAKE3 of what decides on the tokens: every small file of the folder."""
         files = sorted(file for file in self.folder.iterdir() if file.suffix in SMALL and file.is_file())
         return blake3(json.dumps([[file.name, file_digest(file)] for file in files]).encode()).hexdigest()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's error, or its name."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _import_transformers() -> Any:

@@ -2,7 +2,7 @@
 
 import json
 from socket import gethostname
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -19,6 +19,12 @@ from andon.finetune.task import Learning
 from andon.run.build import build_checkpointer, build_optimizer, inject, step_settings
 from andon.run.events import Emit
 from andon.transport.base import Group
+
+TOKENIZER_TEXTS: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
+)
+"""Files of a tokenizer that a checkpoint of all weights takes along."""
 
 
 def build_finetuning(
@@ -43,7 +49,7 @@ def build_finetuning(
 def hub_files(model: Any, base: Base) -> dict[str, str]:
     """What makes a checkpoint of all weights a model folder, which `transformers` loads."""
     fields = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    found = (base.folder / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    found = (base.folder / name for name in TOKENIZER_TEXTS)
     texts = {file.name: file.read_text(encoding="utf-8") for file in found if file.is_file()}
     return {"config.json": json.dumps(fields, indent=2, default=str) + "\n", **texts}
 

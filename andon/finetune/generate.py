@@ -30,9 +30,10 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
     answering = open_folder(folder)
     tokenizer = answering.base.tokenizer
     if answering.task == "classes":
-        if not (ids := tokenizer(prompt)["input_ids"]):
+        longest = answering.base.positions
+        if not (ids := tokenizer(prompt, truncation=longest is not None, max_length=longest)["input_ids"]):
             raise UserError("There is no text", "A classifier needs one", "Give the text after the folder")
-        label, share = answering.classify(ids[: answering.base.positions])
+        label, share = answering.classify(ids)
         return [f"{label} ({share:.1%})"]
     chat = _read(folder / "state.json").get("columns") == "messages"
     if chat:
@@ -64,7 +65,7 @@ def open_folder(folder: Path) -> Answering:
     base = Base(folder)
     task = "classes" if base.architecture.endswith(SORTER) else "answers"
     labels = labels_of(folder, base)
-    return Answering(load_weights(base, task, labels).eval(), base, task, labels)
+    return Answering(load_weights(base, task, labels)[0].eval(), base, task, labels)
 
 
 def _saved_by_finetuning(state: dict[str, Any]) -> bool:

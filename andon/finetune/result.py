@@ -20,6 +20,7 @@ from andon.finetune.base import Base
 from andon.finetune.model import import_peft, load_adapter
 from andon.finetune.samples.sample_set import SampleSet
 
+SAMPLING: Final = "generation_config.json"
 ONE_FILE: Final = "100000GB"
 
 
@@ -99,8 +100,17 @@ def _write_adapter(model: Any, base: Base, folder: Path) -> None:
     base.tokenizer.save_pretrained(str(folder))
 
 
-def _write_model(model: nn.Module, base: Base, folder: Path) -> None:
-    model.save_pretrained(str(folder), max_shard_size=ONE_FILE)  # type: ignore[operator]
+def _write_model(model: Any, base: Base, folder: Path) -> None:
+    settings: Any = getattr(model, "generation_config", None)
+    own = base.folder / SAMPLING
+    # Many models come with settings of sampling that the library loads and then refuses to save: they are copied.
+    copied = settings is not None and own.is_file()
+    if copied:
+        model.generation_config = type(settings)()
+    model.save_pretrained(str(folder), max_shard_size=ONE_FILE)
+    if copied:
+        model.generation_config = settings
+        shutil.copyfile(own, folder / SAMPLING)
     base.tokenizer.save_pretrained(str(folder))
 
 

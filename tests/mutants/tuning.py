@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutant
 
 LOSS = "test_finetune.py::test_the_loss_is_that_of_transformers_over_the_answers_of_the_whole_step"
-ONE = "test_finetune.py::test_one_answer_for_one_two_and_three_workers"
+ONE = "test_finetune_runs.py::test_one_answer_for_one_two_and_three_workers"
 ROW = "test_samples.py::test_what_is_wrong_with_a_row_names_its_line"
 CUT = "test_samples.py::test_what_is_too_long_is_cut_so_that_the_answer_stays_and_counted"
 
@@ -104,7 +104,7 @@ MUTANTS = [
         "finetune/task.py",
         "self.correct = sum(right for right, _ in statuses)",
         "self.correct = statuses[0][0]",
-        ("test_finetune.py::test_the_accuracy_of_every_step_is_counted_over_all_workers",),
+        ("test_finetune_runs.py::test_the_accuracy_of_every_step_is_counted_over_all_workers",),
     ),
     Mutant(
         "accuracy-of-all-steps",
@@ -112,14 +112,14 @@ MUTANTS = [
         "finetune/task.py",
         "seen, self._seen = self._seen, []",
         "seen = self._seen",
-        ("test_finetune.py::test_the_accuracy_of_every_step_is_counted_over_all_workers",),
+        ("test_finetune_runs.py::test_the_accuracy_of_every_step_is_counted_over_all_workers",),
     ),
     Mutant(
         "new-head-without-seed",
         "A new head has other weights on every rank.",
         "finetune/model.py",
-        "    torch.manual_seed(seed)\n    model = load_weights",
-        "    torch.seed()\n    model = load_weights",
+        "    torch.manual_seed(seed)\n    model, new = load_weights",
+        "    torch.seed()\n    model, new = load_weights",
         (ONE,),
     ),
     Mutant(
@@ -136,7 +136,7 @@ MUTANTS = [
         "finetune/result.py",
         "    known = verify_named(adapter)\n",
         "    known = None\n",
-        ("test_finetune.py::test_the_command_line_merges_and_answers",),
+        ("test_finetune_runs.py::test_the_command_line_merges_and_answers",),
     ),
     Mutant(
         "all-lines-blamed",
@@ -161,5 +161,53 @@ MUTANTS = [
         '    "norm_eps": "rms_norm_eps",\n',
         "",
         ("test_from.py::test_the_first_loss_is_that_of_transformers",),
+    ),
+    Mutant(
+        "weights-made-up",
+        "A folder that lacks weights is trained from random ones.",
+        "finetune/model.py",
+        'if task == "answers" or (name.startswith(body) and POOLER not in name)]',
+        'if task == "answers" and name.startswith(body) and POOLER in name]',
+        ("test_finetune.py::test_weights_that_are_missing_are_not_made_up",),
+    ),
+    Mutant(
+        "pooler-not-saved",
+        "A new pooler is not part of the adapter.",
+        "finetune/model.py",
+        "modules_to_save=sorted(poolers) or None",
+        "modules_to_save=None",
+        ("test_finetune.py::test_a_new_pooler_is_trained_and_saved_with_the_head",),
+    ),
+    Mutant(
+        "padding-that-the-model-reads",
+        "A classifier of a causal model reads its padding.",
+        "finetune/model.py",
+        "    model.config.get_text_config().pad_token_id = base.padding\n",
+        "    model.config.get_text_config().use_cache = False\n",
+        ("test_finetune.py::test_the_padding_of_a_classifier_is_what_its_model_knows_as_such",),
+    ),
+    Mutant(
+        "answer-past-the-last-position",
+        "An answer is written beyond the positions that the model has.",
+        "finetune/answer.py",
+        "length = min(length, self.base.positions - len(prompt))",
+        "length = max(length, self.base.positions - len(prompt))",
+        ("test_finetune.py::test_an_answer_has_no_more_tokens_than_the_model_has_positions",),
+    ),
+    Mutant(
+        "plan-without-frozen",
+        "The plan forgets the weights that are not trained.",
+        "finetune/size.py",
+        "frozen = 4 * (self.all_parameters - self.trained.parameters)",
+        "frozen = 0",
+        ("test_finetune_runs.py::test_the_plan_counts_what_is_trained_and_what_autograd_keeps",),
+    ),
+    Mutant(
+        "sample-of-another-line",
+        "`andon data show` prints the line after the one that was asked for.",
+        "finetune/samples/sample_set.py",
+        "== int(line))).nonzero()",
+        "== int(line) + 1)).nonzero()",
+        ("test_finetune_runs.py::test_the_samples_of_a_run_are_shown",),
     ),
 ]

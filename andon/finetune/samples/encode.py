@@ -41,7 +41,9 @@ class Encoder:
         self.tokenizer, self.columns, self.context = tokenizer, columns, context
         self.cut = 0
         """Samples that were longer than the context."""
-        self._numbers = {name: number for number, name in enumerate(classes)}
+        # A model's own classes may be given by their numbers.
+        self._numbers = {str(number): number for number in range(len(classes))}
+        self._numbers |= {name: number for number, name in enumerate(classes)}
 
     def __call__(self, rows: Sequence[Row]) -> list[Sample]:
         """The samples of some rows, tokenized together."""
@@ -132,11 +134,20 @@ def label_of(row: Row) -> str:
     return plain(str(value))
 
 
+def unknown_class(place: Place, label: str, known: Sequence[str]) -> UserError:
+    """The error for a label that is no class of a classifier."""
+    remedy = "Give these names or their numbers; without id2label in its config.json the model learns new classes"
+    return bad_row(place, f"the model has no class {shown(label)}", f"Its classes: {_some(known)}", remedy)
+
+
 def unseen_label(place: Place, label: str, known: Sequence[str]) -> UserError:
     """The error for a label that the model cannot learn."""
-    names = ", ".join(known[:8]) + (" …" if len(known) > 8 else "")
     remedy = "Correct the label, or give samples of it to train on (--data.validation 0 holds none out)"
-    return bad_row(place, f"no training sample has the label {shown(label)}", f"Known labels: {names}", remedy)
+    return bad_row(place, f"no training sample has the label {shown(label)}", f"Known labels: {_some(known)}", remedy)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
 
 
 def check_messages(row: Row) -> list[dict[str, str]]:

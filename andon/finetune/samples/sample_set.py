@@ -6,12 +6,13 @@ targets, where each sample starts, and the file and line that it comes from. `me
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from andon.config.finetune import FinetuneConfig, Task
 from andon.data.batches import NO_TARGET, Batch, Windows
@@ -21,6 +22,8 @@ from andon.finetune.samples.rows import Columns
 
 FORMAT: Final = 1
 ARRAYS: Final = ("ids", "targets", "starts", "places")
+FACTS: Final = ("task", "columns", "labels", "files", "context")
+"""What meta.json says of them besides."""
 PADDING: Final = -1
 """The token that stands where a shorter sample of a batch has ended."""
 
@@ -43,7 +46,7 @@ class SampleSet:
         """Open the samples in a folder."""
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-            if meta["format"] != FORMAT or not meta.keys() >= {"task", "columns", "labels", "arrays", "files"}:
+            if meta["format"] != FORMAT or not meta.keys() >= {"arrays", "digest", *FACTS}:
                 raise ValueError("these are no samples of this Andon")
             return cls(folder, meta)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -57,6 +60,26 @@ class SampleSet:
         file, line = self.places[number]
         return f"{self.meta['files'][file]}:{line}"
 
+    def find(self, place: str) -> int | None:
+        """The sample at a file and line."""
+        file, _, line = place.rpartition(":")
+        if file not in self.meta["files"] or not line.isdecimal():
+            return None
+        (found,) = ((self.places[:, 0] == self.meta["files"].index(file)) & (self.places[:, 1] == int(line))).nonzero()
+        return int(found[0]) if len(found) else None
+
+    def texts(self, number: int, tokenizer: Any) -> tuple[str, str]:
+        """What the model reads of a sample, and what it must answer."""
+        ids, targets = self.tokens(number), self.answer(number)
+        if self.task == "classes":
+            return tokenizer.decode(ids.tolist(), skip_special_tokens=True), self.labels[int(targets[0])]
+        answer = tokenizer.decode(ids[targets != NO_TARGET].tolist(), skip_special_tokens=True)
+        return tokenizer.decode(self.prompt(number).tolist(), skip_special_tokens=True), answer.strip()
+
+    def prompt(self, number: int) -> npt.NDArray[np.int64]:
+        """The tokens before the first answer of a sample."""
+        return self.tokens(number)[: max(1, int((self.answer(number) != NO_TARGET).argmax()))]
+
     def tokens(self, number: int) -> npt.NDArray[np.int64]:
         """The tokens of a sample."""
         return np.array(self.ids[self.starts[number] : self.starts[number + 1]], np.int64)
@@ -68,7 +91,9 @@ class SampleSet:
         return np.array(self.targets[self.starts[number] : self.starts[number + 1]], np.int64)
 
     def verify(self) -> None:
-        """Compare the digest of every array with meta.json."""
+        """Compare the digest of every array with meta.json, and its own."""
+        if digest_of(self.meta) != self.digest:
+            raise _damaged(self.folder, "meta.json does not have the digest that it names")
         for name in ARRAYS:
             if file_digest(array_file(self.folder, name)) != self.meta["arrays"][name]:
                 raise _damaged(self.folder, f"the BLAKE3 of {name} is not the one in meta.json")
@@ -90,9 +115,9 @@ class SampleBatches(Windows):
         """The files and lines of a slot, for a halt to name."""
         return [self.samples.place(number) for number in self.windows(step, slot)]
 
-    def validation(self, count: int) -> list[Batch]:
+    def validation(self, count: int) -> Iterator[Batch]:
         """The first held-out samples, in micro-batches."""
-        return [self.stack(numbers) for numbers in self.validation_windows(count)]
+        return map(self.stack, self.validation_windows(count))
 
     def stack(self, numbers: Sequence[int]) -> Batch:
         """Inputs and targets of some samples; the target of a token is the one that follows it."""
@@ -116,6 +141,11 @@ def steps_of(config: FinetuneConfig, samples: SampleSet) -> int:
     train = config.train
     training = SampleBatches(samples, config).training
     return train.steps or max(1, math.ceil(train.epochs * training / (train.slots * train.micro_batch)))
+
+
+def digest_of(meta: Mapping[str, Any]) -> str:
+    """BLAKE3 of a sample set: of its arrays, and of what they mean."""
+    return blake3(json.dumps([meta["arrays"], {name: meta[name] for name in FACTS}]).encode()).hexdigest()
 
 
 def array_file(folder: Path, name: str) -> Path:

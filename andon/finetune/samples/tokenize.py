@@ -4,7 +4,8 @@ It is named by the digest of what it was made from: the rows, the tokenizer, the
 """
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -16,13 +17,13 @@ from andon.config.finetune import FinetuneConfig
 from andon.data.batches import Windows
 from andon.data.build import publish, remove_stale, temporary
 from andon.data.sources import digest as file_digest
-from andon.data.sources import digests, quiet
+from andon.data.sources import digests, quiet, stamp
 from andon.errors import UserError
 from andon.files import expand
 from andon.finetune.base import Base
-from andon.finetune.samples.encode import Encoder, Sample, label_of, unseen_label
+from andon.finetune.samples.encode import Encoder, Sample, label_of, unknown_class, unseen_label
 from andon.finetune.samples.rows import Columns, Row, check_columns, data_files, find_columns, read_rows
-from andon.finetune.samples.sample_set import ARRAYS, FORMAT, SampleSet, array_file
+from andon.finetune.samples.sample_set import ARRAYS, FORMAT, SampleSet, array_file, digest_of
 
 AT_ONCE: Final = 512
 """Rows that are tokenized together."""
@@ -35,12 +36,16 @@ def prepare_samples(config: FinetuneConfig, base: Base) -> SampleSet:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         remove_stale(cache)
+        stamps = [stamp(file) for file in files]
         content = digests(files, cache / "digests.json", quiet)
-        key = [FORMAT, context, config.data.validation, content, [file.name for file in files], base.digest()]
+        key = [FORMAT, context, config.data.validation, content, short_names(files), base.digest()]
         folder = cache / f"samples-{blake3(json.dumps(key).encode()).hexdigest(length=16)}"
         if not folder.exists():
             with temporary(cache) as fresh:
                 _Builder(files, base, context, config.data.validation).build(fresh)
+                if stamps != [stamp(file) for file in files]:
+                    what = "The samples changed while they were being tokenized"
+                    raise UserError(what, "Another program writes to them", "Wait until they are complete")
                 publish(fresh, folder)
     except OSError as error:
         cause = f"{error.strerror or error} ({error.filename or 'while writing'})"
@@ -85,11 +90,12 @@ class _Builder:
             named.append(label_of(row))
         held_out = {number for batch in _windows(len(named), self.validation) for number in batch}
         seen = {name for number, name in enumerate(named) if number not in held_out}
-        known = self.base.own_labels or sorted(seen, key=_order)
-        classes = set(known)
+        own = self.base.own_labels
+        known = own or sorted(seen, key=_order)
+        classes = {*known, *(str(number) for number in range(len(own)))}
         for place, name in zip(places, named, strict=True):
             if name not in classes:
-                raise unseen_label(place, name, known)
+                raise unknown_class(place, name, known) if own else unseen_label(place, name, known)
         if len(known) < 2:
             remedy = "Give samples of at least two classes"
             raise UserError(f"All samples have the label {known[0]!r}", "There is nothing to tell apart", remedy)
@@ -112,12 +118,21 @@ class _Builder:
             "task": "classes" if columns == "text + label" else "answers",
             "columns": columns,
             "labels": labels,
-            "files": [file.name for file in self.files],
+            "files": short_names(self.files),
             "context": self.context,
         }
-        digest = blake3(json.dumps([made, facts]).encode()).hexdigest()
-        meta = {"format": FORMAT, "digest": digest, **facts, "cut": cut, "arrays": made}
+        meta = {"format": FORMAT, **facts, "cut": cut, "arrays": made}
+        meta["digest"] = digest_of(meta)
         (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def short_names(files: Sequence[Path]) -> list[str]:
+    """What a halt calls the files: their names, with the folders in which they differ if that is not enough."""
+    names = [file.name for file in files]
+    if len(set(names)) == len(names):
+        return names
+    shared = os.path.commonpath([file.absolute() for file in files])
+    return [file.absolute().relative_to(shared).as_posix() for file in files]
 
 
 def _windows(count: int, validation: float) -> list[list[int]]:
@@ -128,4 +143,5 @@ def _windows(count: int, validation: float) -> list[list[int]]:
 
 def _order(label: str) -> tuple[int, int, str]:
     """Numbers by their value, then names."""
-    return (0, int(label), "") if label.lstrip("-").isdecimal() else (1, 0, label)
+    number = label.removeprefix("-")
+    return (0, int(label), "") if number.isdecimal() and len(number) < 20 else (1, 0, label)
