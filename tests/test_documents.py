@@ -140,6 +140,7 @@ APPENDED = {
     "andon finetune": TUNED,
     "andon bench finetune": ["--presets=tiny", "--samples=1", "--repetitions=1", "--ranks=1"],
     "andon merge": ["--out=merged"],
+    "andon plan --finetune": ["--json"],
     "andon data show": ["runs/demo", "--windows=0"],
     "andon data show runs/finetune": [],
     "andon evaluate": ["--windows=2"],

@@ -1,4 +1,9 @@
-"""`andon finetune` with real processes: one answer, resumes, errors, and the commands around it."""
+"""`andon finetune` with real processes: one answer, resumes, errors, and the commands around it.
+
+The long version prints accuracy and digest of every transport and number of workers:
+
+    pytest -s -m soak tests/test_finetune_runs.py -k plot_of_a_story
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,8 @@ from andon.cli import app
 from andon.finetune.generate import open_folder
 from andon.finetune.result import merge
 from tests import prefork
+from tests.gradient_servers import gradient_server, over
 from tests.runs import andon, environment, events, finish, start, summary
-from tests.test_protocol2_group import gradient_server, over
 from tests.tuning import VOCAB, WIDTH, make_model, plots
 
 QUICK = [
@@ -221,7 +226,11 @@ def test_the_plot_of_a_story_is_told_by_every_number_of_workers(tmp_path: Path) 
         code, output = andon(
             "finetune", "llama", "plots.jsonl", *sizes, *options, *place, *more, cwd=tmp_path, timeout=1200
         )
-        print(name, code, summary(tmp_path / name) if code == 0 else output[-300:], flush=True)
+        if code == 0:
+            done = summary(tmp_path / name)
+            print(f"{name}: accuracy {done['accuracy']:.1%}, weights {done['weights_blake3'][:16]}…", flush=True)
+        else:
+            print(f"{name}: exit code {code}: {output.strip().splitlines()[-3]}", flush=True)
         return code
 
     for transport, workers in (

@@ -8,9 +8,8 @@ import re
 import shlex
 import signal
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ from andon.errors import UserError
 from andon.protocol2.group import Protocol2Group
 from andon.transport.base import Group, Settings, open_group
 from andon.transport.torch_dist import StoreRendezvous
+from tests.gradient_servers import Server, gradient_server, over
 from tests.group_harness import link_keys, start_gradient_server
 from tests.plain_peers import SECONDS, PlainGradientServer, PlainWorker
 from tests.runs import SMALL, andon, end_started, events, start, summary, train, wait_for_step
-from tests.test_gradient_server_command import Server
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = 2  # of the small model
@@ -38,19 +37,6 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the small run comes to over shared memory."""
     found: str = train("--workers=2", cwd=tmp_path_factory.mktemp("shm"))["weights_blake3"]
     return found
-
-
-@contextmanager
-def gradient_server(cwd: Path, workers: int, *options: str, name: str = "server") -> Iterator[Server]:
-    arguments = ("--bind=127.0.0.1:0", f"--workers={workers}", f"--run.dir={name}", *options)
-    try:
-        yield Server(start("gradient-server", *arguments, cwd=cwd), cwd / name)
-    finally:
-        end_started()
-
-
-def over(address: tuple[str, int]) -> list[str]:
-    return ["--group.transport=protocol2", f"--group.server={address[0]}:{address[1]}"]
 
 
 @pytest.mark.soak

@@ -17,7 +17,8 @@ def find_transport(name: str) -> Transport:
     """A transport by its name, which may end in `:bf16`."""
     if found := TRANSPORTS.get(name.partition(":")[0]):
         return found
-    raise UserError(f"There is no transport {name!r}", "Transports have names", f"Choose of {', '.join(TRANSPORTS)}")
+    cause = "A transport is how ranks exchange"
+    raise UserError(f"There is no transport {name!r}", cause, f"Choose one of {', '.join(TRANSPORTS)}")
 
 
 def check_needs_no_server(name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutant
 
 SERVER = "test_gradient_server.py::"
+CLIENT = "test_gradient_client.py::"
 GROUP = "test_protocol2_group.py::"
 COMMAND = "test_gradient_server_command.py::"
 MUTANTS = [
@@ -158,7 +159,7 @@ MUTANTS = [
         "protocol2/connections.py",
         "return address.is_loopback or any(address in network for network in allow)",
         "return address is not None",
-        (f"{COMMAND}test_only_this_machine_and_allowed_networks_may_connect",),
+        ("test_gradient_server_strangers.py::test_only_this_machine_and_allowed_networks_may_connect",),
     ),
     Mutant(
         "lost-worker-not-told",
@@ -174,7 +175,7 @@ MUTANTS = [
         "protocol2/client.py",
         "HeartbeatThread(heartbeat if self.piece_floats else 0.0, self._beat)",
         "HeartbeatThread(heartbeat, self._beat)",
-        (f"{SERVER}test_our_worker_sends_another_server_nothing_that_version_2_lacks_and_waits_for_it",),
+        (f"{CLIENT}test_our_worker_sends_another_server_nothing_that_version_2_lacks_and_waits_for_it",),
     ),
     Mutant(
         "client-accepts-other-steps",
@@ -182,7 +183,7 @@ MUTANTS = [
         "protocol2/client.py",
         "            if getattr(message, name) != value:\n",
         "            if getattr(message, name) is None:\n",
-        (f"{SERVER}test_our_worker_refuses_what_it_did_not_ask_for",),
+        (f"{CLIENT}test_our_worker_refuses_what_it_did_not_ask_for",),
     ),
     Mutant(
         "client-trips-over-heartbeats",
@@ -190,7 +191,7 @@ MUTANTS = [
         "protocol2/client.py",
         "elif not isinstance(message, messages.Heartbeat):",
         "else:",
-        ("test_gradient_server.py", "test_wire_fuzz.py"),
+        ("test_gradient_client.py", "test_wire_fuzz.py"),
     ),
     Mutant(
         "pieces-out-of-place",
@@ -198,7 +199,7 @@ MUTANTS = [
         "protocol2/client.py",
         "mean[start : start + len(piece)], loss =",
         "mean[: len(piece)], loss =",
-        (f"{SERVER}test_our_own_peers_exchange_what_is_too_long_for_a_message_in_pieces",),
+        (f"{CLIENT}test_our_own_peers_exchange_what_is_too_long_for_a_message_in_pieces",),
     ),
     Mutant(
         "ranks-get-the-mean",
