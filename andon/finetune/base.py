@@ -59,7 +59,7 @@ class Base:
         found = [getattr(config, name, None) for name in POSITIONS]
         model = next((value for value in found if isinstance(value, int) and value > 0), None)
         # Some models have fewer usable positions than rows for them, and only the tokenizer says so.
-        limits = [value for value in (model, self.tokenizer.model_max_length) if value and value < UNLIMITED]
+        limits = [int(value) for value in (model, self.tokenizer.model_max_length) if value and value < UNLIMITED]
         return min(limits, default=None)
 
     @property
