@@ -11,7 +11,7 @@ demo: $(VENV)/installed
 	$(BIN)/andon demo
 
 test: $(VENV)/installed-test check
-	$(BIN)/python -m pytest -m "not soak and not alone" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not soak and not alone" -n 3 --dist worksteal
 	$(BIN)/python -m pytest -m "not soak and alone"
 
 check: $(VENV)/installed-test

@@ -45,9 +45,7 @@ SIZES: dict[str, tuple[int, ...]] = {
 _CLOSE = "close"
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "andon.transport.torch_dist", "andon.transport.shm.group", "tests.test_group_contract"]
-)
+_context.set_forkserver_preload(["tests.test_group_contract", "tests.preload"])
 
 
 @dataclass

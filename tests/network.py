@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 
 from tests import runs
+from tests.runs import NOTHING
 
 
 @dataclass(frozen=True)
@@ -74,24 +75,20 @@ class Host:
         """A black hole: from now on nothing arrives, and nobody is told."""
         _run("bridge", "-n", self.switch, "link", "set", "dev", self.port, "state", "0")
 
-    def popen(self, *command: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    def popen(self, *command: str, cwd: Path, more: Mapping[str, str] = NOTHING) -> subprocess.Popen[str]:
         """Start a command on this machine."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *command]
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *named],
-            cwd=cwd,
-            env={**runs.environment(cwd), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        runs._started.append(process)
-        return process
+        return runs.launch(["ip", "netns", "exec", self.namespace, *named], cwd, executed=True, more=more)
 
-    def start(self, *arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-        """Start `andon …` on this machine."""
-        return self.popen(sys.executable, "-m", "andon", *arguments, cwd=cwd, **environment)
+    def start(
+        self, *arguments: str, cwd: Path, executed: bool = False, more: Mapping[str, str] = NOTHING
+    ) -> subprocess.Popen[str]:
+        """Start `andon …` on this machine: forked from a process that has torch loaded, or really `executed`; `more` is
+        added to its environment."""
+        command = [sys.executable, "-m", "andon", *arguments]
+        if executed:
+            return self.popen(*command, cwd=cwd, more=more)
+        return runs.launch(command, cwd, machine=(self.namespace, self.name), more=more)
 
 
 class Relay(threading.Thread):

@@ -9,11 +9,10 @@ for each.
 from __future__ import annotations
 
 import contextlib
-import gc
+import ctypes
 import importlib
 import json
 import os
-import pkgutil
 import runpy
 import select
 import signal
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 ANYTHING = 1 << 20  # bytes of a request
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
+MS_BIND, MS_PRIVATE_BELOW = 0x1000, 0x44000
 POPEN = subprocess.Popen
 
 
@@ -33,6 +34,10 @@ class Forked(subprocess.Popen[str]):
     """A process that this one, or its nursery, has forked instead of executing it."""
 
     nursery: socket.socket | None = None
+
+    def __init__(self, command: list[str], machine: tuple[str, str] | None = None, **settings: Any) -> None:
+        self.machine = machine
+        super().__init__(command, **settings)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         if args[1] != "-m" or not args[2].startswith("andon"):
@@ -47,6 +52,7 @@ class Forked(subprocess.Popen[str]):
             "cwd": str(given["cwd"] or Path.cwd()),
             "env": dict(os.environ if given["env"] is None else given["env"]),
             "new_session": bool(given["start_new_session"]),
+            "machine": self.machine,
         }
         descriptors = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)]
         if Forked.nursery:
@@ -81,8 +87,9 @@ class Forked(subprocess.Popen[str]):
         os.close(self._pidfd)
 
 
-def popen(command: list[str], **settings: Any) -> subprocess.Popen[str]:
-    """As `subprocess.Popen` of `python -m andon …`, from the nursery of this process."""
+def popen(command: list[str], machine: tuple[str, str] | None = None, **settings: Any) -> subprocess.Popen[str]:
+    """As `subprocess.Popen` of `python -m andon …`, from the nursery of this process; in a network namespace and with a
+    host name of its own if a `machine` is given."""
     if sys.platform != "linux":
         return subprocess.Popen(command, **settings)
     if Forked.nursery is None:
@@ -92,7 +99,7 @@ def popen(command: list[str], **settings: Any) -> subprocess.Popen[str]:
         subprocess.Popen(module, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=root)
         theirs.close()
         Forked.nursery = ours
-    return Forked(command, **settings)
+    return Forked(command, machine, **settings)
 
 
 def preload(*names: str) -> None:
@@ -107,12 +114,7 @@ def preload(*names: str) -> None:
 
 def serve(requests: socket.socket) -> None:
     """Fork, and tell how what was forked has ended, until nobody asks any more."""
-    import andon
-
-    for module in pkgutil.walk_packages(andon.__path__, "andon."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-    gc.freeze()
+    importlib.import_module("tests.preload")
     while True:
         data, descriptors, _, _ = socket.recv_fds(requests, ANYTHING, 3)
         if not data:
@@ -155,6 +157,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if request["new_session"]:
         os.setsid()
+    if request["machine"]:
+        _enter(*request["machine"])
     kept = [os.dup(descriptor) for descriptor in descriptors]
     for number, descriptor in enumerate(kept):
         os.dup2(descriptor, number)
@@ -170,6 +174,22 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["env"])
     Forked.nursery = None
     subprocess.Popen = Forked  # type: ignore[misc,assignment]
+
+
+def _enter(namespace: str, name: str) -> None:
+    """As `ip netns exec` and `hostname` in a namespace for host names."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *arguments: Any) -> None:
+        if getattr(libc, function)(*arguments):
+            raise OSError(ctypes.get_errno(), f"{function} for {namespace}")
+
+    with open(f"/run/netns/{namespace}") as file:
+        call("setns", file.fileno(), CLONE_NEWNET)
+    call("unshare", CLONE_NEWNS | CLONE_NEWUTS)
+    call("mount", None, b"/", None, MS_PRIVATE_BELOW, None)
+    call("mount", f"/etc/netns/{namespace}/hosts".encode(), b"/etc/hosts", None, MS_BIND, None)
+    socket.sethostname(name)
 
 
 def _run(module: str, arguments: list[str]) -> int:

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +26,7 @@ SMALL = [
     *("--eval.sample_every=0", "--optim.warmup=2", "--group.timeout=20", "--device=cpu"),
 ]
 """A model small enough that a run takes a moment."""
+NOTHING: Mapping[str, str] = {}
 
 
 def soak(*values: Any) -> Any:
@@ -40,11 +43,23 @@ def start(
     *arguments: str, cwd: Path, executed: bool = False, output: int | IO[str] = subprocess.PIPE
 ) -> subprocess.Popen[str]:
     """Start `andon …` in a folder: forked from a process that has torch loaded, or really `executed`."""
-    make = subprocess.Popen if executed else prefork.popen
+    return launch([sys.executable, "-m", "andon", *arguments], cwd, executed, output)
+
+
+def launch(
+    command: list[str],
+    cwd: Path,
+    executed: bool = False,
+    output: int | IO[str] = subprocess.PIPE,
+    machine: tuple[str, str] | None = None,
+    more: Mapping[str, str] = NOTHING,
+) -> subprocess.Popen[str]:
+    """Start a command that is ended with the test; `more` is added to its environment."""
+    make = subprocess.Popen if executed else partial(prefork.popen, machine=machine)
     process: subprocess.Popen[str] = make(
-        [sys.executable, "-m", "andon", *arguments],
+        command,
         cwd=cwd,
-        env=environment(cwd),
+        env={**environment(cwd), **more},
         stdout=output,
         stderr=subprocess.STDOUT,
         text=True,

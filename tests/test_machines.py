@@ -38,7 +38,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def coordinate(host: Host, cwd: Path, *options: str) -> subprocess.Popen[str]:
-    return host.start("coordinator", *SMALL, *STEPS, "--run.dir=run", *options, cwd=cwd, **TOKEN)
+    return host.start("coordinator", *SMALL, *STEPS, "--run.dir=run", *options, cwd=cwd, more=TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_two_machines_find_each_other_by_name_alone(tmp_path: Path, answer: str,
         hosts["alpha"].add_interface("dead0", "10.78.0.1/24")
         hosts["alpha"].add_interface("down0", "10.79.0.1/24", up=False)
         began = time.monotonic()
-        far = hosts["beta"].start("worker", f"alpha{suffix}", cwd=away, **TOKEN)
+        far = hosts["beta"].start("worker", f"alpha{suffix}", cwd=away, more=TOKEN)
         coordinator = coordinate(hosts["alpha"], tmp_path, "--workers=2", f"--group.transport={transport}")
-        near = hosts["alpha"].start("worker", "localhost", cwd=tmp_path, **TOKEN)
+        near = hosts["alpha"].start("worker", "localhost", cwd=tmp_path, more=TOKEN)
         wait_for_step(tmp_path / "run", 1, coordinator)
         print(f"{transport}: first step after {time.monotonic() - began:.1f} s")
         assert ended_well(far, near, coordinator)
@@ -73,14 +73,14 @@ def test_the_page_about_machines_is_followed_to_the_first_step_within_30_seconds
     (home / "my-texts" / "one.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
     with network("alpha", "beta") as hosts:
         began = time.monotonic()
-        coordinator = hosts["alpha"].start(*coordinate[1:], *SMALL, *STEPS, cwd=home)
-        near = hosts["alpha"].start(*work_near[1:], cwd=home)
+        coordinator = hosts["alpha"].start(*coordinate[1:], *SMALL, *STEPS, cwd=home, executed=True)
+        near = hosts["alpha"].start(*work_near[1:], cwd=home, executed=True)
         source = copy[1].removeprefix("alpha:")
         while not (home / source).exists():
             assert coordinator.poll() is None, end(coordinator)
             time.sleep(0.05)
         shutil.copy(home / source, away / "token")
-        far = hosts["beta"].start(*work_far[1:], cwd=away)
+        far = hosts["beta"].start(*work_far[1:], cwd=away, executed=True)
         wait_for_step(home / "runs" / "default", 1, coordinator)
         seconds = time.monotonic() - began
         print(f"first step after {seconds:.1f} s")
@@ -93,7 +93,7 @@ def test_a_machine_that_falls_silent_is_named_within_six_seconds(tmp_path: Path,
     options = ["--workers=3", f"--group.transport={transport}", "--train.steps=100000", "--group.timeout=60"]
     with network("alpha", "beta", "gamma") as hosts:
         coordinator = coordinate(hosts["alpha"], tmp_path, *options)
-        workers = {name: hosts[name].start("worker", "alpha", cwd=tmp_path, **TOKEN) for name in hosts}
+        workers = {name: hosts[name].start("worker", "alpha", cwd=tmp_path, more=TOKEN) for name in hosts}
         wait_for_step(tmp_path / "run", 2, coordinator)
         hosts["gamma"].cut()
         began = time.monotonic()
@@ -111,7 +111,7 @@ def train_over_a_bad_network(tmp_path: Path, transport: str, seconds: float) -> 
     options = ["--workers=2", f"--group.transport={transport}", "--train.steps=100000", "--checkpoint.every=0"]
     with network("alpha", "beta", weather=Weather(delay=0.1, jitter=0.03, loss=0.01)) as hosts:
         coordinator = coordinate(hosts["alpha"], tmp_path, *options)
-        workers = [host.start("worker", "alpha", cwd=tmp_path, **TOKEN) for host in hosts.values()]
+        workers = [host.start("worker", "alpha", cwd=tmp_path, more=TOKEN) for host in hosts.values()]
         wait_for_step(tmp_path / "run", 1, coordinator, 120)
         began, steps = time.monotonic(), 1
         while time.monotonic() < began + seconds or steps < 2:
@@ -143,6 +143,6 @@ def test_torchrun_on_two_machines_gives_the_answer(tmp_path: Path, answer: str, 
             launcher = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", "--master-addr=alpha"]
             command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--master-port=29500", "-m", "andon"]
             options = ["train", *SMALL, *STEPS, "--run.dir=run", f"--group.transport={transport}"]
-            processes.append(host.popen(*command, *options, cwd=folder, **TOKEN))
+            processes.append(host.popen(*command, *options, cwd=folder, more=TOKEN))
         assert ended_well(*processes)  # loading torch four times takes its time
     assert summary(tmp_path / "alpha" / "run")["weights_blake3"] == answer

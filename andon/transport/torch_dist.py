@@ -205,10 +205,13 @@ class TorchGroup(Group):
         self._collect(answers, set(begun), operation, started)
 
     def _collect(self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float) -> None:
-        """Wait for every peer; raise the first failure, or a timeout that names a silent peer."""
+        """Wait for every peer; raise the first failure, or a timeout that names a silent peer.
+
+        A peer that has left because of a lost one fails as well, and perhaps first: among several, the word of the
+        coordinator (`abort`) gets a moment to arrive."""
         failure: Exception | None = None
         until = started + self.timeout
-        while silent:
+        while silent or (failure and self.world_size > 2):
             try:
                 peer, error = answers.get(timeout=max(0.0, until - time.monotonic()))
             except Empty:

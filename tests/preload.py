@@ -1,0 +1,18 @@
+"""What the processes of tests would import one by one, imported once in the process that forks them.
+
+`gc.freeze` keeps the collector of a forked process from walking (and so copying) all of it.
+"""
+
+import gc
+import importlib
+import pkgutil
+
+import andon
+
+OTHERS = ["torch._dynamo", "torch.distributed", "tokenizers", "numpy.random", "encodings.idna", "pydantic.type_adapter"]
+
+for name in (*OTHERS, *(module.name for module in pkgutil.walk_packages(andon.__path__, "andon."))):
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+gc.collect()
+gc.freeze()
