@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -122,6 +123,8 @@ def serve(requests: socket.socket) -> None:
         request = json.loads(data)
         if "preload" in request:
             reply = len([importlib.import_module(name) for name in request["preload"]])
+            gc.collect()
+            gc.freeze()
         elif "pid" in request:
             reply = os.waitpid(request["pid"], 0)[1]
         else:

@@ -20,7 +20,7 @@ from andon.config.load import build, parse_arguments
 from andon.config.presets import DEFAULTS
 from tests import prefork
 from tests.runs import SMALL, andon, environment, train
-from tests.tuning import endings, make_model
+from tests.tuning import LIBRARIES, endings, make_model
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -193,7 +193,7 @@ def execute(line: str, folder: Path) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def tuned(workplace: Path) -> Path:
     """The folder of a reader who has fine-tuned a model."""
-    prefork.preload("transformers.models.auto.modeling_auto", "peft")
+    prefork.preload(*LIBRARIES)
     make_model(workplace / "my-model")
     endings(workplace / "samples.jsonl", 12)
     code, output = andon("finetune", "my-model", "samples.jsonl", *TUNED, cwd=workplace)

@@ -26,6 +26,8 @@ from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 
 VOCAB, WIDTH = 320, 32
+LIBRARIES = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft")
+"""What `andon finetune` imports, for `tests.prefork.preload`."""
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
