@@ -28,7 +28,7 @@ print("mean", worker.averaged()[1].tolist(), flush=True)
 def work(host: Host, cwd: Path, seconds: float) -> subprocess.Popen[str]:
     """A worker that computes for so long before it sends."""
     command = (sys.executable, "-c", WORKER, "10.77.0.1", host.name, str(seconds))
-    return host.popen(*command, cwd=cwd, PYTHONPATH=str(ROOT))
+    return host.popen(*command, cwd=cwd, more={"PYTHONPATH": str(ROOT)})
 
 
 def line(process: subprocess.Popen[str], text: str) -> None:
