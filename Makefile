@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 1
 COUNT ?=
 
-.PHONY: demo test check soak mutants clean
+.PHONY: demo test check soak mutants docs wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/andon demo
@@ -27,6 +27,15 @@ soak: $(VENV)/installed-test
 mutants: $(VENV)/installed-test
 	$(BIN)/python -m tests.mutants $(IDS)
 
+# The book as a site, in build/site; a dead link is an error.
+docs: $(VENV)/installed-docs
+	rm -rf build/docs build/site && mkdir -p build && cp -r docs build/docs
+	$(BIN)/andon config reference > build/docs/configuration.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+wheel: $(VENV)/installed
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -38,5 +47,9 @@ $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	touch $@
 
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ from andon.version import VERSION as __version__
 __all__ = ["AdamW", "DataParallel", "JidokaHalt", "Optimizer", "__version__", "digest", "init", "load", "mean", "save"]
 
 if TYPE_CHECKING:
-    from andon.cluster.init import init
+    from andon.cluster.scripts.init import init
     from andon.engine.optimizer import AdamW, Optimizer
     from andon.engine.parallel import DataParallel
     from andon.integrity.halt import JidokaHalt
@@ -21,7 +21,7 @@ _HOMES = {
     "JidokaHalt": "integrity.halt",
     "Optimizer": "engine.optimizer",
     "digest": "run.script",
-    "init": "cluster.init",
+    "init": "cluster.scripts.init",
     "load": "run.script",
     "mean": "transport.mean",
     "save": "run.script",

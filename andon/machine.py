@@ -1,5 +1,6 @@
-"""Which machine this process runs on."""
+"""This process and its machine."""
 
+import contextlib
 from pathlib import Path
 from socket import gethostname
 
@@ -12,3 +13,9 @@ def machine_id() -> str:
     if not PID_NAMESPACE.exists():
         return gethostname()
     return f"{BOOT_ID.read_text().strip()}/{PID_NAMESPACE.readlink()}"
+
+
+def name_process(name: str) -> None:
+    """The name of this process in `top` and `ps -A`, where the system has one: up to 15 characters."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)

@@ -15,7 +15,7 @@ import andon
 group = andon.init(seed=1)
 body = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.1)]
 model = andon.DataParallel(nn.Sequential(*body, nn.Flatten(), nn.Linear(16 * 64, 4)), group, slots=8)
-optimizer = andon.AdamW(model, lr=3e-3)
+optimizer = andon.AdamW(model, lr=3e-3, zero="off")  # so that every worker has all of its state
 
 
 def batch(step: int, slot: int) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def batch(step: int, slot: int) -> tuple[Tensor, Tensor]:
     return squares + 4 * torch.randn(32, 1, 16, 16), quarter
 
 
-for step in range(int(sys.argv[1]) if len(sys.argv) > 1 else 60):
+for step in model.steps(0, int(sys.argv[1]) if len(sys.argv) > 1 else 60):  # goes on if a worker is lost
     for slot in model.slots:
         x, y = batch(step, slot)
         model.backward(F.cross_entropy(model(x), y), count=len(y))

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from andon.transport.base import TRANSPORTS, Group, GroupError, Settings, Wire, open_group
+from andon.transport.base import TRANSPORTS, Group, GroupError, Settings, open_group
 from andon.transport.keys import SERVER, LinkKeys
+from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous
 from tests.thread_group import thread_groups
 

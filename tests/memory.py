@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.runs import end_started, start
+from tests.runs import end_started, start, workers_of
 
 QUIET = [
     *("--eval.every=0", "--eval.sample_every=0", "--checkpoint.every=0", "--device=cpu", "--data.stories=2000"),
@@ -16,7 +16,7 @@ QUIET = [
 
 
 def peak_memory(*options: str, cwd: Path, steps: int = 5, deadline: float = 150) -> float:
-    """The most that all workers together hold at one moment of the first steps, in bytes of PSS.
+    """The most that all workers, and what forks them, hold at one moment of the first steps, in bytes of PSS.
 
     Pages of libraries count once for the workers, whoever else on this machine has the same ones in use.
     """
@@ -25,7 +25,8 @@ def peak_memory(*options: str, cwd: Path, steps: int = 5, deadline: float = 150)
     while _steps_done(cwd / "run") < steps:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < until, f"{steps} steps took more than {deadline} s"
-        found = [_held(child) for child in psutil.Process(process.pid).children() if _is_worker(child)]
+        workers = workers_of(process)
+        found = [_held(each) for each in (*workers, *(worker.parent() for worker in workers[:1])) if each]
         if found:
             peak = max(peak, sum(own for own, _ in found) + max(libraries for _, libraries in found))
         time.sleep(0.02)
@@ -36,13 +37,6 @@ def peak_memory(*options: str, cwd: Path, steps: int = 5, deadline: float = 150)
 def _steps_done(run: Path) -> int:
     metrics = run / "metrics.jsonl"
     return metrics.read_text().count('"event": "step"') if metrics.exists() else 0
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    try:
-        return "andon.cluster.worker" in process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return False
 
 
 def _held(worker: psutil.Process) -> tuple[int, int]:

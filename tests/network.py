@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -75,20 +76,29 @@ class Host:
         """A black hole: from now on nothing arrives, and nobody is told."""
         _run("bridge", "-n", self.switch, "link", "set", "dev", self.port, "state", "0")
 
+    def mend(self) -> None:
+        """The end of the black hole."""
+        _run("bridge", "-n", self.switch, "link", "set", "dev", self.port, "state", "3")
+
     def popen(self, *command: str, cwd: Path, more: Mapping[str, str] = NOTHING) -> subprocess.Popen[str]:
         """Start a command on this machine."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name}; exec "$@"', "sh", *command]
         return runs.launch(["ip", "netns", "exec", self.namespace, *named], cwd, executed=True, more=more)
 
     def start(
-        self, *arguments: str, cwd: Path, executed: bool = False, more: Mapping[str, str] = NOTHING
+        self,
+        *arguments: str,
+        cwd: Path,
+        executed: bool = False,
+        more: Mapping[str, str] = NOTHING,
+        output: int | IO[str] = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
         """Start `andon …` on this machine: forked from a process that has torch loaded, or really `executed`; `more` is
         added to its environment."""
         command = [sys.executable, "-m", "andon", *arguments]
         if executed:
             return self.popen(*command, cwd=cwd, more=more)
-        return runs.launch(command, cwd, machine=(self.namespace, self.name), more=more)
+        return runs.launch(command, cwd, output=output, machine=(self.namespace, self.name), more=more)
 
 
 class Relay(threading.Thread):

@@ -8,6 +8,7 @@ for each.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -149,12 +150,14 @@ def _fork(request: dict[str, Any], descriptors: list[int]) -> int:
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
             sys.stdout.flush()
         os._exit(code)
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     """Take over what an executed process would have been given, and nothing else."""
+    atexit._clear()  # what the parent would do at its end
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

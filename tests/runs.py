@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -101,9 +102,11 @@ def andon(*arguments: str, cwd: Path, timeout: float = 100, executed: bool = Fal
     return process.returncode, output
 
 
-def train(*arguments: str, cwd: Path, name: str = "run", executed: bool = False) -> dict[str, Any]:
+def train(
+    *arguments: str, cwd: Path, name: str = "run", executed: bool = False, timeout: float = 100
+) -> dict[str, Any]:
     """A small training run that must succeed: its summary."""
-    code, output = andon("train", *SMALL, f"--run.dir={name}", *arguments, cwd=cwd, executed=executed)
+    code, output = andon("train", *SMALL, f"--run.dir={name}", *arguments, cwd=cwd, executed=executed, timeout=timeout)
     assert code == 0, output
     return summary(cwd / name)
 
@@ -114,34 +117,62 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+_read: dict[tuple[Path, int], tuple[int, list[dict[str, Any]]]] = {}
+
+
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    """The events of one kind; what was read before is not read again, as runs under test need the cores."""
+    path = folder / "metrics.jsonl"
+    with open(path, "rb") as file:
+        key = path, os.fstat(file.fileno()).st_ino
+        start, found = _read.get(key, (0, []))
+        if start > os.fstat(file.fileno()).st_size:
+            start, found = 0, []
+        file.seek(start)
+        lines = file.read()
+    lines = lines[: lines.rfind(b"\n") + 1]
+    found += map(json.loads, lines.splitlines())
+    _read[key] = start + len(lines), found
+    return [event for event in found if event["event"] == kind]
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], deadline: float = 60) -> None:
     """Wait until a run has done a step (or has ended)."""
     until = time.monotonic() + deadline
     while time.monotonic() < until and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and any(event["step"] >= step for event in events_so_far(folder)):
+        if any(event["step"] >= step for event in events_so_far(folder)):
             return
         time.sleep(0.01)
     assert process.poll() is not None, f"no step {step} within {deadline} s"
 
 
-def events_so_far(folder: Path) -> list[dict[str, int]]:
-    if not (folder / "metrics.jsonl").exists():
-        return []
-    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
-    return [event for event in map(json.loads, lines) if event["event"] == "step"]
+def events_so_far(folder: Path) -> list[dict[str, Any]]:
+    return events(folder, "step") if (folder / "metrics.jsonl").exists() else []
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def workers_of(process: subprocess.Popen[str], place: str = "") -> list[psutil.Process]:
+    """The workers of `andon train` or `andon run`, or only that of one place, by place."""
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended
+                name = child.name()
+                if name.startswith("andon-rank-") and place in ("", name.rpartition("-")[2]):
+                    found[int(name.rpartition("-")[2])] = child
+    return [found[each] for each in sorted(found)]
+
+
+def read_terminal(descriptor: int) -> str:
+    """What a pseudo-terminal shows next; nothing after its process has ended."""
+    return read_bytes(descriptor).decode(errors="replace")
+
+
+def read_bytes(descriptor: int) -> bytes:
+    ready, _, _ = select.select([descriptor], [], [], 0.2)
     try:
-        return psutil.Process(process.pid).children()
-    except psutil.NoSuchProcess:
-        return []
+        return os.read(descriptor, 1 << 16) if ready else b""
+    except OSError:
+        return b""
 
 
 def listening(process: psutil.Process) -> list[tuple[str, int]]:
@@ -154,6 +185,6 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
     return found
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=90)
+def finish(process: subprocess.Popen[str], timeout: float = 90) -> str:
+    output, _ = process.communicate(timeout=timeout)
     return output

@@ -36,6 +36,7 @@ LAYERS = (
     "run",
     "finetune",
     "control",
+    "board",
     "cluster",
     "bench",
     "commands",

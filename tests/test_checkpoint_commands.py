@@ -67,7 +67,7 @@ def test_ls_verify_and_diff(run: Path) -> None:
     output = said(verify, run)
     assert output.endswith("1") and output.count("good") == 2, output
     assert "tensor second.model.embed_tokens.weight[0:9600]" in output, output
-    output = said(show, run, True)
+    output = said(show, run, True, False)
     assert output.count("good") == 2 and "damaged" in output, output
     output = said(diff, first, last)
     assert output.endswith("0 tensors are equal, 63 differ\n1"), output

@@ -19,15 +19,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from andon.checkpoint.manifest import read as manifest
 from andon.cluster.launch import run_folder
 from andon.cluster.session import refuse_mixed_devices
 from andon.cluster.worker import in_own_folder
 from andon.config.load import build
 from andon.control import client as client_module
 from andon.control import coordinator as coordinator_module
-from andon.control.client import join
 from andon.control.coordinator import Coordinator
 from andon.control.files import Receiver
+from andon.control.join import join
 from andon.control.link import ControlLink
 from andon.control.members import Worker, seats
 from andon.control.stragglers import Stragglers
@@ -212,20 +213,40 @@ LONG = ["--train.steps=100000", "--group.timeout=60"]
 
 
 @pytest.mark.parametrize(
-    ("transport", "sign"),
-    [
-        ("star", signal.SIGKILL),
-        ("ring", signal.SIGKILL),
-        ("torch", signal.SIGKILL),
-        ("star", signal.SIGSTOP),
-        soak("ring", signal.SIGSTOP),
-        soak("torch", signal.SIGSTOP),
-    ],
+    ("transport", "sign"), [("star", signal.SIGKILL), ("ring", signal.SIGKILL), ("ring", signal.SIGSTOP)]
 )
-def test_every_survivor_names_who_died_and_the_coordinator_ends(
-    tmp_path: Path, transport: str, sign: signal.Signals
+def test_survivors_go_on_and_another_worker_joins(tmp_path: Path, transport: str, sign: signal.Signals) -> None:
+    folder, options = tmp_path / "run", ["--workers=3", f"--group.transport={transport}", "--zero.policy=off"]
+
+    def wait_for_generation(workers: int) -> float:
+        until = time.monotonic() + 30 * busy()
+        while not (found := [each for each in events(folder, "generation") if each["workers"] == workers]):
+            assert time.monotonic() < until and coordinator.poll() is None
+            time.sleep(0.02)
+        wait_for_step(folder, found[-1]["step"] + 2, coordinator)
+        return float(found[-1]["time"])
+
+    with coordinating(tmp_path, *options, *LONG) as (coordinator, address):
+        victim, *others = [start("worker", address, cwd=tmp_path) for _ in range(3)]
+        wait_for_step(folder, 2, coordinator)
+        victim.send_signal(sign)
+        began = time.time()
+        limit = 1.0 if sign == signal.SIGKILL else 6.0
+        assert wait_for_generation(2) - began < limit * busy()
+        others.append(start("worker", address, cwd=tmp_path))
+        wait_for_generation(3)
+        coordinator.send_signal(signal.SIGINT)
+        outputs = [end(worker, 30) for worker in others]
+        assert [worker.returncode for worker in others] == [4, 4, 4], outputs
+        assert end(coordinator, 20) and coordinator.returncode == 4
+        victim.kill()
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, soak(signal.SIGSTOP)])
+def test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends(
+    tmp_path: Path, sign: signal.Signals
 ) -> None:
-    with coordinating(tmp_path, "--workers=3", f"--group.transport={transport}", *LONG) as (coordinator, address):
+    with coordinating(tmp_path, "--workers=3", "--group.transport=torch", *LONG) as (coordinator, address):
         workers = [start("worker", address, cwd=tmp_path) for _ in range(3)]
         wait_for_step(tmp_path / "run", 2, coordinator)
         ranks = {event["pid"]: event["rank"] for event in events(tmp_path / "run", "worker")}
@@ -242,8 +263,34 @@ def test_every_survivor_names_who_died_and_the_coordinator_ends(
         victim.kill()
 
 
-def test_a_coordinator_that_dies_ends_its_workers_with_a_sentence(tmp_path: Path) -> None:
-    with coordinating(tmp_path, "--workers=2", "--group.transport=ring", *LONG) as (coordinator, address):
+@pytest.mark.parametrize("transport", ["ring", "star"])
+def test_a_coordinator_that_comes_back_finds_its_workers(tmp_path: Path, transport: str) -> None:
+    folder, options = tmp_path / "run", ["--workers=2", f"--group.transport={transport}", "--checkpoint.every=10"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    bind = [f"--bind={address}", "--zero.policy=off", "--optim.schedule=constant", "--eval.every=0"]
+    with coordinating(tmp_path, *options, *LONG, *bind) as (coordinator, _):
+        workers = [start("worker", address, cwd=tmp_path) for _ in range(2)]
+        wait_for_step(folder, 4, coordinator)
+        coordinator.kill()
+    steps = len(events(folder, "step"))
+    with coordinating(tmp_path, *options, *LONG, *bind) as (coordinator, _):
+        wait_for_step(folder, steps + 10, coordinator)
+        coordinator.send_signal(signal.SIGINT)
+        outputs = [end(worker, 30) for worker in workers]
+        assert [worker.returncode for worker in workers] == [4, 4], outputs
+        assert "come back" in end(coordinator, 20) and coordinator.returncode == 4
+    step = events(folder, "stopped")[-1]["step"]
+    assert [event["step"] for event in events(folder, "step")] == list(range(1, step + 1))
+    code, said = andon("audit", "run", cwd=tmp_path)
+    assert code == 0 and f"{step} steps are committed, none missing" in said, said
+    train(f"--train.steps={step}", "--optim.schedule=constant", "--zero.policy=off", cwd=tmp_path, name="whole")
+    whole, found = (manifest(tmp_path / name / "checkpoints" / f"checkpoint-{step}") for name in ("whole", "run"))
+    assert whole.units == found.units
+
+
+def test_over_torch_a_coordinator_that_dies_ends_its_workers_with_a_sentence(tmp_path: Path) -> None:
+    with coordinating(tmp_path, "--workers=2", "--group.transport=torch", *LONG) as (coordinator, address):
         workers = [start("worker", address, cwd=tmp_path) for _ in range(2)]
         wait_for_step(tmp_path / "run", 2, coordinator)
         coordinator.kill()
@@ -292,7 +339,7 @@ def test_the_worst_end_of_a_worker_is_the_end_of_the_run(
         clients = [join(coordinator.address, TOKEN, rank)[1] for rank in range(2)]
         for client in clients:
             client.enter({"data": "digest", "folder": "mark"})
-        assert all(client.wait_for_all() for client in clients)
+        assert all(client.wait_for_generation() for client in clients)
         for client, how in zip(clients, ends, strict=True):
             client._leaving = True  # it must not end the tests when the other one is lost
             if how is None:
@@ -316,7 +363,7 @@ def test_a_rank_that_is_lost_before_the_run_begins_is_free_again() -> None:
             time.sleep(0.01)
         for client in (second, third):
             client.enter({"data": "digest", "folder": "mark"})
-        assert second.wait_for_all() and {second.rank, third.rank} == {0, 1}
+        assert second.wait_for_generation() and {second.rank, third.rank} == {0, 1}
         for client in (second, third):
             client.leave(0)
         assert coordinator.wait() == 0
@@ -330,7 +377,7 @@ def test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_f
         waits, fails = clients = [join(coordinator.address, TOKEN, rank)[1] for rank in range(2)]
         for client in clients:
             client.enter({"data": "digest", "folder": "mark"})
-        assert all(client.wait_for_all() for client in clients)
+        assert all(client.wait_for_generation() for client in clients)
         waits._leaving = True  # being told must not end the tests
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(waits.exchange, "ring", "here")
@@ -394,7 +441,7 @@ def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it
         _, client = join(coordinator.address, TOKEN, None)
         received = receive(tmp_path / "mine", tokens.digest, client.fetch, TokenSet.open)
         client.enter({"data": received.digest, "folder": "mark"})
-        assert client.wait_for_all()
+        assert client.wait_for_generation()
         client.leave(0)
         assert coordinator.wait() == 0
     assert (received.read(0, 100) == tokens.read(0, 100)).all()
@@ -411,7 +458,7 @@ def test_a_worker_receives_the_samples_of_a_fine_tuning(tmp_path: Path) -> None:
         _, client = join(coordinator.address, TOKEN, None)
         received = receive(tmp_path / "mine", samples.digest, client.fetch, SampleSet.open)
         client.enter({"data": received.digest, "folder": "mark"})
-        assert client.wait_for_all()
+        assert client.wait_for_generation()
         client.leave(0)
         assert coordinator.wait() == 0
     assert received.folder != samples.folder and (received.tokens(5) == samples.tokens(5)).all()

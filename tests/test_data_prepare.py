@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
     (folder / "a.txt").write_text("one\n")
     (folder / "deep" / "b.jsonl").write_text('{"text": "two"}\n\n{"text": "thr\\u00e9e", "n": 1}')
     write_parquet(folder / "deep" / "c.parquet", ["four", "", "five"])
-    (folder / "README.md").write_text("not this")
+    (folder / "README.rst").write_text("not this")
     (folder / ".d.txt").write_text("nor this")
     (folder / "deep" / ".hidden" / "e.txt").write_text("nor this")
     return folder
@@ -100,8 +100,21 @@ def test_nothing_found_is_an_error(tmp_path: Path, missing: str) -> None:
 
 
 def test_a_file_of_an_unknown_kind_is_an_error(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"README.md is not a kind of text file"):
-        find_files([str(folder / "README.md")])
+    with pytest.raises(UserError, match=r"README.rst is not a kind of text file"):
+        find_files([str(folder / "README.rst")])
+
+
+def test_markdown_json_and_compressed_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# one\n")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"two"))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n{"text": "four"}\n'))
+    (tmp_path / "d.json").write_text('[{"text": "five"}, "six"]')
+    (tmp_path / "e.json").write_text('{"text": "seven"}\n{"text": "eight"}\n')
+    assert texts(tmp_path) == ["# one\n", "two", "three", "four"]  # .json is as often settings: it must be named
+    assert texts(tmp_path / "*.json") == ["five", "six", "seven", "eight"]
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"two")[:-9])
+    with pytest.raises(UserError, match=r"b.txt.gz cannot be read"):
+        texts(tmp_path)
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from andon.checkpoint.manifest import verify
-from andon.config.load import build, parse_arguments
+from andon.config.load import build, keys, parse_arguments
 from andon.config.presets import DEFAULTS
+from andon.config.show import reference
 from tests import prefork
 from tests.runs import SMALL, andon, environment, train
+from tests.test_board import board_of
 from tests.tuning import LIBRARIES, endings, make_model
 
 ROOT = Path(__file__).parent.parent
@@ -44,15 +46,16 @@ def tree() -> dict[str, str]:
 
 def test_the_tree_names_every_file_and_says_what_it_is_for() -> None:
     package = ROOT / "andon"
-    found = [path for path in package.rglob("*") if path.is_file() and path.suffix in (".py", ".txt")]
+    found = [
+        path for path in package.rglob("*") if path.is_file() and path.suffix in (".py", ".txt", ".html", ".css", ".js")
+    ]
     # A folder stands for its __init__.py.
     files = {path for path in found if path.name != "__init__.py" or path.parent == package}
     folders = {path.parent for path in files}
     expected = {f"{path.relative_to(ROOT)}" for path in files} | {f"{path.relative_to(ROOT)}/" for path in folders}
     assert set(tree()) == expected
-    # One rank of a benchmark is described with its benchmark.
     silent = {path for path, words in tree().items() if not words} - {"andon/"}
-    assert all(path.endswith("_rank.py") for path in silent)
+    assert not silent
 
 
 def defined(path: Path, dotted: str) -> bool:
@@ -97,9 +100,19 @@ def test_the_python_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "MyModel": lambda: torch.nn.Linear(3, 2),
         "batch": lambda step, slot: (inputs, targets),
     }
-    exec(example.replace("range(start, 1000)", "range(start, 100)"), names)
+    exec(example.replace("steps(start, 1000)", "steps(start, 100)"), names)
     assert losses[-1] < losses[0]
     assert verify(tmp_path / "runs" / "mine" / "checkpoints" / "checkpoint-100").step == 100
+
+
+(SCRIPT,) = re.findall(r"^```python\n(.*?)^```", TEXT["python.md"], re.M | re.S)
+
+
+def test_the_script_of_the_documents_prints_the_same_alone_and_with_two_workers(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    code, alone = execute("python mine.py", tmp_path)
+    assert code == 0 and re.fullmatch(r"loss 0\.\d{4}, weights [0-9a-f]{64}", alone.strip()), alone
+    assert andon("run", "--workers=2", "mine.py", cwd=tmp_path) == (0, alone)
 
 
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )*(?:make|andon|pytest|torchrun|python) [a-z-].*")
@@ -135,12 +148,15 @@ APPENDED = {
     ],
     "andon bench cnn": ["--images=4", "--repetitions=1"],
     "andon bench hosts": ["--rates=1gbit", "--ranks=2", "--tokens=16", "--repetitions=1"],
+    "andon bench goodput": ["--workers=2", "--every=1", "--minutes=0.01"],
     "andon bench numerics": ["--presets=tiny", "--repetitions=1"],
+    "andon drill": ["--help"],  # tests/test_drill.py runs it
     "andon run": ["2"],
     "andon finetune": TUNED,
     "andon bench finetune": ["--presets=tiny", "--samples=1", "--repetitions=1", "--ranks=1"],
     "andon merge": ["--out=merged"],
     "andon plan --finetune": ["--json"],
+    "torchrun --nproc-per-node 2 mine.py": [],
     "andon data show": ["runs/demo", "--windows=0"],
     "andon data show runs/finetune": [],
     "andon evaluate": ["--windows=2"],
@@ -171,8 +187,24 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.yaml").write_text(build({}, parse_arguments(SMALL)[1]).to_yaml())
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "script.py").symlink_to(ROOT / "examples" / "cnn.py")
+    (folder / "mine.py").write_text(SCRIPT)
+    (folder / "my.json").write_text(json.dumps([{"text": "The quick brown fox jumps over the lazy dog. " * 200}]))
     train("--checkpoint.every=2", cwd=folder, name="runs/demo")
     return folder
+
+
+@pytest.mark.parametrize("document", [*TEXT, "CHANGELOG.md", "SECURITY.md"])
+def test_every_link_and_picture_resolves(document: str) -> None:
+    path = next(each for each in (ROOT / document, ROOT / "docs" / document) if each.exists())
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", FENCED.sub("", path.read_text(encoding="utf-8"))):
+        generated = target == "configuration.md"  # by `make docs`, from the schema
+        assert generated or target.startswith("https://") or (path.parent / target).exists(), f"{document}: {target}"
+
+
+def test_the_site_names_every_page_and_the_reference_every_key() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert all(f"{name}\n" in site for name in re.findall(r"\((\S+\.md)\)", TEXT["index.md"]))
+    assert all(f"`{key}`" in reference() for key in keys())
 
 
 def execute(line: str, folder: Path) -> tuple[int, str]:
@@ -220,12 +252,19 @@ def test_every_command_in_the_documents_runs(
     short = [option for option in APPENDED.get(kind, []) if not option.startswith(own_sizes)]
     options = [*short, *([f"--run.dir={tmp_path}"] if trains else [])]
     line = f"{line} {shlex.join(options)}"
+    if command.startswith("andon board"):
+        with board_of(shlex.split(line)[1:], workplace) as url:
+            assert url.startswith("http://127.0.0.1:")
+        return
     if command.startswith("andon"):
         code, output = andon(*shlex.split(line)[1:], cwd=workplace)
     else:
         code, output = execute(line, ROOT if kind in ("make", "pytest") else workplace)
     if "--rate 4gbit is not possible here" in output or "Hosts cannot be made here" in output:
         pytest.skip(output)
+    if command.startswith("andon stop"):
+        assert code == 1 and "Nobody trains in" in output  # tests/test_run_commands.py stops a run
+        return
     assert code == (3 if "--fault" in line else 0), output
     if kind == "andon bench transport":
         rows = [json.loads(text) for text in output.splitlines() if text.startswith("{")]

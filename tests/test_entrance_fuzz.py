@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from andon.control.client import join
 from andon.control.coordinator import Coordinator
+from andon.control.join import join
 from andon.control.token import Credentials
 from andon.transport.base import ProtocolError
 from andon.transport.keys import SERVER, LinkKeys
@@ -128,7 +128,7 @@ def door(world_size: int) -> Iterator[Coordinator]:
         clients = [join(found.address, TOKEN, None)[1] for _ in range(world_size)]
         for client in clients:
             client.enter({"data": "digest", "folder": "mark"})
-        assert all(client.wait_for_all() for client in clients)
+        assert all(client.wait_for_generation() for client in clients)
         for client in clients:
             client.leave(0)
         assert found.wait() == 0

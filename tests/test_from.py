@@ -12,7 +12,7 @@ import torch
 from andon.config.load import load
 from andon.data.build import Corpus, prepare
 from andon.errors import UserError
-from andon.run.build import build_batches
+from andon.run.prepare import build_batches
 from tests.runs import andon, events, soak, summary
 from tests.tuning import VOCAB, make_model
 

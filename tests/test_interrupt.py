@@ -69,8 +69,8 @@ def test_ctrl_c_before_the_workers_have_joined_is_not_lost(tmp_path: Path) -> No
 @pytest.mark.parametrize("transport", ["shm", "star"])
 def test_sigterm_to_every_process_at_once_saves_and_leaves(tmp_path: Path, transport: str) -> None:
     process = start_long_run(tmp_path, f"--group.transport={transport}", "--checkpoint.every=0")
-    everyone = workers_of(process)
-    assert len(everyone) == 2 + TRANSPORTS[transport].needs_server  # and the gradient server
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    assert len(everyone) == 3 + TRANSPORTS[transport].needs_server  # workers, what forks them, the gradient server
     for each in everyone:
         each.terminate()
     process.terminate()
@@ -98,7 +98,7 @@ def test_sigterm_to_one_worker_stops_all_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["shm", "star"])
 def test_a_closed_terminal_saves_and_leaves(tmp_path: Path, transport: str) -> None:
     process = start_long_run(tmp_path, f"--group.transport={transport}", "--checkpoint.every=0")
-    for each in workers_of(process):
+    for each in psutil.Process(process.pid).children(recursive=True):
         each.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGHUP)  # the shell sends one, and the system another
@@ -148,19 +148,11 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     assert not alive
 
 
-def test_a_killed_worker_ends_the_run_with_a_reason(tmp_path: Path) -> None:
-    process = start_long_run(tmp_path)
+def test_a_killed_worker_ends_a_run_over_torch_with_a_reason(tmp_path: Path) -> None:
+    process = start_long_run(tmp_path, "--group.transport=torch")
     workers_of(process)[1].kill()
     output = finish(process)
     assert process.returncode == 1 and "ank 1 on" in output and "was lost" in output, output
-
-
-def test_a_killed_worker_that_was_alone_is_an_error_too(tmp_path: Path) -> None:
-    process = start("train", *SMALL, "--train.steps=100000", "--run.dir=run", cwd=tmp_path)
-    wait_for_step(tmp_path / "run", 3, process)
-    workers_of(process)[0].kill()
-    output = finish(process)
-    assert process.returncode == 1 and "killed by SIGKILL" in output, output
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from tests.group_harness import busy
 from tests.network import Host, Weather, network
-from tests.runs import SMALL, events_so_far, soak, summary, train, wait_for_step
+from tests.runs import SMALL, events, events_so_far, soak, summary, train, wait_for_step
 
 STEPS = ["--train.steps=8"]
 TOKEN = {"ANDON_TOKEN": "the token of the tests"}
@@ -88,23 +89,27 @@ def test_the_page_about_machines_is_followed_to_the_first_step_within_30_seconds
         assert ended_well(near, far, coordinator)
 
 
-@pytest.mark.parametrize("transport", ["ring", soak("star"), soak("torch")])
-def test_a_machine_that_falls_silent_is_named_within_six_seconds(tmp_path: Path, transport: str) -> None:
-    options = ["--workers=3", f"--group.transport={transport}", "--train.steps=100000", "--group.timeout=60"]
+@pytest.mark.parametrize("transport", ["ring", soak("star")])
+def test_a_run_goes_on_without_a_machine_that_falls_silent_within_six_seconds(tmp_path: Path, transport: str) -> None:
+    options = ["--workers=3", f"--group.transport={transport}", "--train.steps=100000", "--zero.policy=off"]
     with network("alpha", "beta", "gamma") as hosts:
         coordinator = coordinate(hosts["alpha"], tmp_path, *options)
         workers = {name: hosts[name].start("worker", "alpha", cwd=tmp_path, more=TOKEN) for name in hosts}
         wait_for_step(tmp_path / "run", 2, coordinator)
         hosts["gamma"].cut()
-        began = time.monotonic()
-        outputs = [end(workers[name], 20) for name in ("alpha", "beta")]
-        seconds = time.monotonic() - began
-        assert all("on gamma was lost during" in output for output in outputs), outputs
-        assert seconds < 6.5 * busy(), (seconds, outputs)  # until they have ended
-        output = end(coordinator, 20)
-        assert coordinator.returncode == 1 and "on gamma was lost" in output, output
-        output = end(workers["gamma"], 20)
-        assert workers["gamma"].returncode == 1 and "was lost" in output and "Traceback" not in output, output
+        began = time.time()
+        while not (found := events(tmp_path / "run", "generation")) and time.time() - began < 30:
+            time.sleep(0.02)
+        (lost,), (generation,) = events(tmp_path / "run", "lost"), found
+        assert lost["host"] == "gamma" and generation["workers"] == 2
+        assert generation["time"] - began < 6.5 * busy(), (lost, generation)
+        wait_for_step(tmp_path / "run", generation["step"] + 2, coordinator)
+        hosts["gamma"].mend()
+        output = end(workers["gamma"], 40)
+        assert workers["gamma"].returncode == 1 and "refused" in output and "Traceback" not in output, output
+        coordinator.send_signal(signal.SIGINT)
+        assert all(end(workers[name], 20) and workers[name].returncode == 4 for name in ("alpha", "beta"))
+        assert end(coordinator, 20) and coordinator.returncode == 4
 
 
 def train_over_a_bad_network(tmp_path: Path, transport: str, seconds: float) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
 from andon.optim.shard_map import Policy
 from andon.optim.sharding import Zero
-from andon.run.plan import live_activations, make_plan
+from andon.run.plan import cost_of_a_loss, live_activations, make_plan
 from andon.transport.base import Group
 from tests.memory import peak_memory
 from tests.runs import andon
@@ -70,6 +71,21 @@ def test_plan_needs_no_torch_and_shows_what_settings_would_change(tmp_path: Path
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "optimizer 128 MB" in done.stdout and "--zero.policy off" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"zero.policy": "off"}, "no committed step: every worker has all of the state"),
+        ({"zero.replicas": 2}, "unless two neighbours are lost at once"),
+        ({"checkpoint.every": 30}, "up to 30 steps; --zero.replicas 2 would lose none, for 64.0 MB more"),
+        ({"group.transport": "torch"}, "ends the run over torch"),
+        ({"workers": 1}, "the worker is started again"),
+    ],
+)
+def test_the_plan_says_what_a_loss_costs(options: dict[str, Any], said: str) -> None:
+    config = build({}, {"model.preset": "30m", "workers": 4, "train.slots": 8, **options}).on_this_machine()
+    assert said in cost_of_a_loss(config)
 
 
 def test_plan_as_json_counts_what_zero_saves(tmp_path: Path) -> None:

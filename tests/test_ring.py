@@ -20,7 +20,8 @@ import torch
 
 import andon
 from andon.engine.order import make_order, shares
-from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings, Wire
+from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings
+from andon.transport.rows import Wire
 from andon.transport.tcp.ring import RingGroup
 from tests.group_harness import World, busy, link_keys, reach_barrier
 

@@ -92,7 +92,7 @@ def test_a_batch_is_padded_and_its_targets_are_the_next_tokens(models: Path, tmp
         size = len(ids) - 1
         assert (x[row, :size] == ids[:-1]).all() and (x[row, size:] == PADDING).all()
         assert (y[row, :size] == targets[1:]).all() and (y[row, size:] == NO_TARGET).all()
-    assert batches.sources(1, 1) == [f"ends.jsonl:{number + 1}" for number in batches.windows(1, 1)]
+    assert batches.name(7) == "ends.jsonl:8"
 
 
 def test_each_epoch_sees_every_training_sample_once_and_no_held_out_one(models: Path, tmp_path: Path) -> None:

@@ -129,7 +129,9 @@ def test_a_halt_exits_with_3_names_the_rank_and_keeps_the_last_committed_step(tm
 
 
 def test_an_error_of_the_script_exits_with_1_and_names_the_rank_and_its_log(tmp_path: Path) -> None:
-    text = "import andon\ngroup = andon.init()\nif group.rank == 1:\n    raise KeyError('gone')\ngroup.barrier()\n"
+    """Though the other one, which fails because of it, ends first."""
+    slow = "import atexit, os, time\natexit.register(time.sleep, int(os.environ['ANDON_RANK']))\n"
+    text = f"{slow}import andon\ngroup = andon.init()\nif group.rank:\n    raise KeyError('gone')\ngroup.barrier()\n"
     (tmp_path / "bad.py").write_text(text)
     code, output = andon("run", "--workers=2", "bad.py", cwd=tmp_path)
     assert code == 1 and "Rank 1 ended bad.py with exit code 1" in output and "KeyError: 'gone'" in output, output

@@ -10,7 +10,8 @@ import torch
 
 from andon.engine.order import make_order
 from andon.errors import UserError
-from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings, Wire
+from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings
+from andon.transport.rows import Wire
 from andon.transport.shm.group import ShmGroup
 from andon.transport.shm.segment import STAGE_BYTES
 from tests.group_harness import World, busy

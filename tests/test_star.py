@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from andon.engine.order import order_of_ranges
-from andon.transport.base import GroupTimeout, PeerLost, ProtocolError, Settings, Wire
+from andon.transport.base import GroupTimeout, PeerLost, ProtocolError, Settings
 from andon.transport.keys import SERVER, LinkKeys
+from andon.transport.rows import Wire
 from andon.transport.tcp import failure_detector
 from andon.transport.tcp.entrance.handshake import NotAuthenticated
 from andon.transport.tcp.star import StarGroup

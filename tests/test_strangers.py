@@ -21,8 +21,9 @@ from typing import Any
 import psutil
 import pytest
 
-from andon.control.client import CoordinatorClient, join
+from andon.control.client import CoordinatorClient
 from andon.control.coordinator import Coordinator
+from andon.control.join import join
 from andon.control.token import Credentials, read_token, token_of_run, token_of_worker
 from andon.errors import UserError
 from andon.run.events import check_event
@@ -62,7 +63,7 @@ class Door:
         """Whether someone who knows the token can still join, do its work and leave."""
         _, client = join(self.address, TOKEN, None)
         client.enter({"data": "digest", "folder": "mark"})
-        assert client.wait_for_all()
+        assert client.wait_for_generation()
         client.leave(0)
         return self.coordinator.wait() == 0
 
@@ -311,7 +312,7 @@ def test_a_full_table_of_file_descriptors_passes_and_the_door_opens_again() -> N
                 stack.enter_context(socket.create_connection(address, SECONDS))
             _, client = join(address, TOKEN, None, patience=SECONDS)
             client.enter({"data": "digest", "folder": "mark"})
-            assert client.wait_for_all()
+            assert client.wait_for_generation()
             client.leave(0)
         print(file=process.stdin, flush=True)
         text, _, code = process.stdout.readline().rpartition(" ")
@@ -327,7 +328,7 @@ def joined(door: Door) -> Iterator[tuple[CoordinatorClient, list[str]]]:
     _, client = join(door.address, TOKEN, None)
     client._leaving = True  # being dropped must not end the tests
     client.enter({"data": "digest", "folder": "mark"})
-    assert client.wait_for_all()
+    assert client.wait_for_generation()
     yield client, door.lines
     client.close()
 
@@ -423,7 +424,7 @@ def test_a_peer_that_never_reads_delays_nobody_and_is_dropped() -> None:
 
         say("hello", version=VERSION, host="deaf", machine="m", pid=1, rank=None)
         say("ready", data="digest", folder="mark")
-        assert client.wait_for_all()
+        assert client.wait_for_generation()
         took = []
         for _ in range(300):  # 18 MB of answers that nobody reads
             say("store", id=1, operation="set", key="k", value="x" * 60_000)

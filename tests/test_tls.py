@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.control.client import join
 from andon.control.coordinator import Coordinator
+from andon.control.join import join
 from andon.control.token import Credentials
 from andon.errors import UserError
 from andon.transport.base import GroupTimeout, Settings
@@ -133,7 +133,7 @@ def test_strangers_without_tls_or_with_anothers_certificate_are_refused(
             join(coordinator.address, TOKEN, None, None)
         _, client = join(coordinator.address, TOKEN, None, ours)
         client.enter({"data": "digest", "folder": "mark"})
-        assert client.wait_for_all()
+        assert client.wait_for_generation()
         client.leave(0)
         assert coordinator.wait() == 0
     assert any("TLS failed" in line for line in lines)

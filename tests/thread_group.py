@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from andon.engine.order import Order
-from andon.transport.base import Group, GroupTimeout, PeerLost, Rendezvous, Settings, first_row, one_node_each, rows_of
+from andon.transport.base import Group, GroupTimeout, PeerLost, Rendezvous, Settings
+from andon.transport.rows import first_row, one_node_each, rows_of
 
 
 def thread_groups(world_size: int, timeout: float = 60.0) -> list[Group]:
@@ -54,6 +55,9 @@ class ThreadGroup(Group):
 
     def leave(self) -> None:
         self._meeting.leave(self.rank)
+
+    def abort(self, rank: int, detail: str) -> None:
+        self._meeting.leave(rank)
 
     def _meet(self, value: object, operation: str) -> list[Any]:
         return self._meeting.meet(self.rank, value, operation, self.timeout)

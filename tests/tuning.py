@@ -17,7 +17,7 @@ from andon.config.load import merge, validate
 from andon.data import stories
 from andon.data.tokenizer import Tokenizer
 from andon.finetune.base import Base
-from andon.finetune.build import build_finetuning
+from andon.finetune.build import FineTuningBuilder
 from andon.finetune.loop import FineTuning
 from andon.finetune.plan import settle
 from andon.finetune.samples.tokenize import prepare_samples
@@ -129,7 +129,8 @@ def open_run(config: FinetuneConfig, group: Group, events: list[Event] | None = 
     torch.set_num_threads(1)
     samples = prepare_samples(config, Base(config.model))
     emit = no_event if events is None or group.rank else events.append
-    return build_finetuning(config, samples, group, torch.device("cpu"), emit)
+    builder = FineTuningBuilder(config, samples)
+    return builder.loop(builder.first(group, torch.device("cpu"), emit), emit)
 
 
 def tune(config: FinetuneConfig) -> list[Event]:

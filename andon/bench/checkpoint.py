@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from andon.bench.ranks import run_ranks
+from andon.bench.processes import run_ranks
 from andon.bench.report import ratio, slowest
 
 
@@ -51,7 +51,7 @@ def main(preset: str, ranks: int, tokens: int, repetitions: int, folder: Path, a
     """Measure on the disk of a folder and print: a table for people, or JSON for scripts."""
     with tempfile.TemporaryDirectory(prefix=".andon-bench-", dir=folder) as place:
         task = {"preset": preset, "tokens": tokens, "repetitions": repetitions, "folder": place}
-        found = summarize(run_ranks("andon.bench.checkpoint_rank", ranks, task))
+        found = summarize(run_ranks("andon.bench.ranks.checkpoint", ranks, task))
     if as_json:
         print(json.dumps({"preset": preset, "ranks": ranks, **found}))
         return

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from andon.bench.ranks import run_ranks
+from andon.bench.processes import run_ranks
 from andon.bench.report import ratio, show, slowest
 
 STEPS = 10  # in a turn
@@ -12,7 +12,7 @@ STEPS = 10  # in a turn
 def main(ranks: int, images: Sequence[int], repetitions: int, transport: str, as_json: bool) -> None:
     """Measure and print one row for each number of images per worker and step."""
     task = {"images": list(images), "repetitions": repetitions, "transport": transport, "steps": STEPS}
-    by_rank = run_ranks("andon.bench.cnn_rank", ranks, task)
+    by_rank = run_ranks("andon.bench.ranks.cnn", ranks, task)
     rows = []
     for count in images:
         seconds = slowest([each[str(count)] for each in by_rank])

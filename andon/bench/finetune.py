@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from andon.bench.ranks import run_ranks
+from andon.bench.processes import run_ranks
 from andon.bench.report import ratio, show, slowest
 from andon.config.finetune import FinetuneConfig
 from andon.config.load import merge, validate
@@ -64,7 +64,7 @@ def _measure(folder: Path, preset: str, ranks: int, samples: int, repetitions: i
     }
     config = settle(validate(merge({}, given, FinetuneConfig), FinetuneConfig), Console(quiet=True))
     task = {"config": config.model_dump(mode="json"), "turns": WARM_UP + repetitions, "steps": STEPS}
-    return run_ranks("andon.bench.finetune_rank", ranks, {**task, "transport": transport})
+    return run_ranks("andon.bench.ranks.finetune", ranks, {**task, "transport": transport})
 
 
 def _row(preset: str, ranks: int, samples: int, by_rank: Sequence[Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def _run_ranks(namespaces: list[str], task: dict[str, Any]) -> list[Any]:
     processes = []
     for rank, namespace in enumerate(namespaces):
         place = {"rank": rank, "ranks": len(namespaces), "host": _address(rank), "master": _address(0)}
-        command = [sys.executable, "-m", "andon.bench.hosts_rank", json.dumps({**task, **place})]
+        command = [sys.executable, "-m", "andon.bench.ranks.hosts", json.dumps({**task, **place})]
         inside = ["ip", "netns", "exec", namespace, *command]
         processes.append(subprocess.Popen(inside, stdout=subprocess.PIPE, env=environment, text=True))
     try:

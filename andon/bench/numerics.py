@@ -79,7 +79,7 @@ def _process(preset: str, numerics: Numerics) -> Iterator[tuple[IO[str], IO[str]
 def _compute(preset: str) -> None:
     import torch
 
-    from andon.bench.train_rank import RandomBatches, initialised
+    from andon.bench.ranks.train import RandomBatches, initialised
     from andon.model.shape import SHAPES
 
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from andon.bench.ranks import run_ranks
+from andon.bench.processes import run_ranks
 from andon.bench.report import Turns, ratio, show, slowest
 
 
@@ -57,7 +57,7 @@ def main(
 ) -> None:
     """Measure and print: a table for people, or one JSON row per line for scripts."""
     task = {"preset": preset, "tokens": tokens, "repetitions": repetitions, "transport": transport, "zero": zero}
-    by_rank = run_ranks("andon.bench.train_rank", ranks, task)
+    by_rank = run_ranks("andon.bench.ranks.train", ranks, task)
     rows = []
     for count in tokens:
         measured = [each[str(count)] for each in by_rank]

@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from andon.bench.bounds import measure_bounds
-from andon.bench.ranks import run_ranks
+from andon.bench.processes import run_ranks
 from andon.bench.report import show
 from andon.bench.servers import start_server
 from andon.control.token import new_token
@@ -78,7 +78,7 @@ def _run_ranks(
     token = new_token()
     servers = {name: port for name in transports if (port := start_server(name, ranks, token)) is not None}
     task = {"transports": transports, "sizes": sizes, "repetitions": repetitions, "servers": servers}
-    by_rank = run_ranks("andon.bench.transport_rank", ranks, task, token)
+    by_rank = run_ranks("andon.bench.ranks.transport", ranks, task, token)
     return {
         size: {
             name: [

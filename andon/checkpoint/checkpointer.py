@@ -64,13 +64,20 @@ class Checkpointer:
         """The step whose save has used up our patience."""
         self._saver = self._make_saver()
 
-    def _make_saver(self) -> Saver:
+    def enter(self) -> None:
+        """Save together with the members of another generation; a save that was on its way is given up."""
+        saved = self._saver.saved
+        self._saver.close()
+        self._overdue, self._saver = -1, self._make_saver(saved)
+
+    def _make_saver(self, saved: int = -1) -> Saver:
         """Each rank writes its own files; if some rank does not see the folder, rank 0 writes them all."""
         group, facts, settings = self.model.group, self.facts, self.settings
-        holders = group.all_gather_bytes(facts.holder().encode())
+        told = group.all_gather_bytes(json.dumps([facts.holder(), saved]).encode())
+        holders, everyone_saved = zip(*map(json.loads, told), strict=True)
         rank_0_writes_all = len(set(holders)) > 1
         self._moments = Moments(self.optimizer, rank_0_writes_all)
-        holder = holders[group.rank].decode()
+        holder = holders[group.rank]
 
         def may_write() -> None:
             if holder and facts.holder() not in (holder, ""):
@@ -82,13 +89,15 @@ class Checkpointer:
         pieces = {} if self._moments.gathers else self._moments.to_save()
         shards = 1 if rank_0_writes_all else group.world_size
         snapshot = Snapshot(self.model.arena, pieces, shards, weights=group.rank == 0)
-        return Saver(self.model, store, snapshot, self.tell, settings.timeout)
+        saver = Saver(self.model, store, snapshot, self.tell, settings.timeout)
+        saver.saved = max(everyone_saved)
+        return saver
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Go on from a verified checkpoint, exactly, with any number of workers; gives its `state.json`."""
         state = load_checkpoint(folder, self.optimizer, self.facts.check)
         self.progress.restore(state)
-        self.optimizer.rule.updates = self.progress.updates
+        self.optimizer.go_on_from(self.progress.step)
         if folder.resolve() == checkpoint_path(self.facts.folder, self.progress.step).resolve():
             self._saver.saved = self.progress.step
         return state

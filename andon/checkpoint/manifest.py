@@ -208,7 +208,7 @@ def verify_named(folder: Path) -> Manifest | None:
         raise UserError(
             f"{folder} is damaged",
             str(error),
-            f"Use another one: `andon checkpoint ls {folder.parent}` shows which are good",
+            f"`andon checkpoint verify {folder}` shows all of it, `andon checkpoint ls {folder.parent}` the others",
         ) from error
 
 

@@ -4,8 +4,10 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -13,28 +15,37 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
+from andon.board.serve import beside
+from andon.checkpoint.listing import step_of
 from andon.cluster.bf16 import check_bf16
-from andon.cluster.kinds import prepare, settle, show_plan
-from andon.cluster.processes import Command, Workers
+from andon.cluster.kinds import libraries, prepare, settle, show_data, show_plan
+from andon.cluster.nursery import Nursery
+from andon.cluster.processes import Command, Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
-from andon.cluster.star_process import star_process
+from andon.cluster.star_process import StarProcess
 from andon.cluster.worker import START_AGAIN, Access, work
 from andon.config.load import load
 from andon.config.schema import RunSettings
 from andon.control.coordinator import Coordinator
+from andon.control.generations.succession import GoesOn
 from andon.control.link import Message
 from andon.control.token import FILE, VARIABLE, Credentials, environment, new_token, token_of_run
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
+from andon.numerics import kernels
 from andon.run.display import Display, show_error
-from andon.run.events import Emit, Event, Recorder, event
+from andon.run.events import Emit, Event, Recorder, event, last_step
 from andon.run.folder import RunFolder, read_mark
+from andon.run.ledger import Ledger
+from andon.run.outlook import machine_notes
+from andon.run.resize import Wish
 from andon.transport.address import address_text
 from andon.transport.base import TRANSPORTS, GroupError, PeerLost
 from andon.transport.tcp.entrance.tls import Tls
 
 LOOPBACK = "127.0.0.1"
 C = TypeVar("C", bound=RunSettings)
+WORKER = ("-m", "andon.cluster.worker")
 PORT = 29411
 """Where a coordinator listens, unless told otherwise."""
 
@@ -43,6 +54,8 @@ def train(config: RunSettings, resume: str, console: Console) -> int:
     """`andon train`: start the workers of a run here and wait for them; gives the exit code."""
     config = settle(absolute(config).on_this_machine(), console)
     check_bf16(config)
+    for note in machine_notes(config):
+        console.print(note, style="yellow", soft_wrap=True)
     with run_folder(config, resume, console) as (folder, checkpoint):
         return _coordinate(config, folder, checkpoint, console)
 
@@ -119,6 +132,8 @@ def recording(config: RunSettings, folder: RunFolder, console: Console) -> Itera
                 folder.begin(config.model_copy(update={"probe": event["probe"]}))
             recorder.emit(event)
 
+        for damage in folder.damaged:
+            emit(event("damaged", step=step_of(damage.path), reason=damage.reason))
         for note in folder.notes:
             emit(event("note", text=note))
         yield recorder, emit
@@ -128,7 +143,6 @@ def _coordinate(
     config: RunSettings, folder: RunFolder, checkpoint: Path | None, console: Console, door: Door | None = None
 ) -> int:
     """Coordinate a run: start its workers here, or wait at a door for those that are started elsewhere."""
-    data = prepare(config, console)
     logs = config.run.dir / "logs"
     workers: Workers | None = None
     kinds: set[str] = set()
@@ -149,11 +163,18 @@ def _coordinate(
     token = token_of_run(folder.folder) if door else new_token()
     credentials = Credentials(token, door.tls if door else None)
     with contextlib.ExitStack() as stack:
+        begin = None if door else _starter(config, token, logs, stack)  # loads torch meanwhile
+        data = prepare(config, console)
+        show_data(console, config, data)
+        if config.run.board and console.is_terminal:
+            stack.enter_context(beside(config.run.dir, partial(console.print, style="dim", soft_wrap=True)))
         recorder, emit = stack.enter_context(recording(config, folder, console))
-        server = None
-        if TRANSPORTS[config.group.transport].needs_server:
+        goes_on = _goes_on(config, folder, checkpoint, stack)
+        transport = TRANSPORTS[config.group.transport]
+        if transport.needs_server:
             host = door.host if door else LOOPBACK
-            server = stack.enter_context(star_process(host, config.workers, config.group.timeout, credentials))
+            star = stack.enter_context(contextlib.closing(StarProcess(host, config.group.timeout, credentials)))
+            goes_on = replace(goes_on, server=star.serve)
         job = {
             "config": config.model_dump(mode="json"),
             "data": data.digest,
@@ -161,21 +182,24 @@ def _coordinate(
             "tokens": str(data.folder),
             "resume": str(checkpoint) if checkpoint else None,
             "log": str(logs),
-            "server": server,
         }
-        listening = _listening(job, config.workers, on_event, credentials, door or Door(LOOPBACK, 0))
+        listening = _listening(job, Members(config.workers, goes_on), on_event, credentials, door or Door(LOOPBACK, 0))
         coordinator = stack.enter_context(listening)
         save_on_signal(save, quit_now)
-        if door:
+        if not begin:
+            assert door
             _invite(config, coordinator, door.tls, console)
             code = coordinator.wait()
         else:
-            place = [coordinator.address[0], str(coordinator.address[1])]
-            commands = [
-                Command(["-m", "andon.cluster.worker", *place, str(rank)], environment(token))
-                for rank in range(config.workers)
-            ]
-            workers = stack.enter_context(Workers(commands, config.threads, logs))
+
+            def start(place: int, log: Path) -> Process:
+                return begin([coordinator.address[0], str(coordinator.address[1]), str(place)], log)
+
+            workers = stack.enter_context(Workers(start, logs, config.restarts))
+            wish = Wish(folder.folder)
+            if transport.goes_on:
+                workers.wishes = lambda: wish.new(config.workers, config.train.slots)
+            workers.start(config.workers)
             code = workers.wait(coordinator)
     if workers and workers.was_quit:
         raise UserError("The run was ended at once", "A second Ctrl-C", START_AGAIN)
@@ -197,6 +221,18 @@ def _coordinate(
     return code
 
 
+def _starter(
+    config: RunSettings, token: str, logs: Path, stack: contextlib.ExitStack
+) -> Callable[[Sequence[str], Path], Process]:
+    """What starts the workers of this machine, with their arguments and their log."""
+    own = environment(token)
+    if sys.platform != "linux":  # elsewhere a process that has loaded torch cannot be forked safely
+        return lambda arguments, log: execute(Command([*WORKER, *arguments], own), config.threads, log)
+    settings = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1", **kernels(config.numerics)}
+    nursery = Nursery({**own, **settings}, libraries(config), log_of(logs, 0))
+    return stack.enter_context(contextlib.closing(nursery)).start
+
+
 def _invite(config: RunSettings, coordinator: Coordinator, tls: Tls | None, console: Console) -> None:
     """Say how workers join."""
     host, port = coordinator.address
@@ -211,12 +247,31 @@ def _invite(config: RunSettings, coordinator: Coordinator, tls: Tls | None, cons
     console.print(f"Waiting for {config.workers} workers: {command}   ({token})", soft_wrap=True, highlight=False)
 
 
+@dataclass(frozen=True)
+class Members:
+    """How many workers a run wants, and how it goes on without some of them."""
+
+    wanted: int
+    goes_on: GoesOn
+
+
+def _goes_on(config: RunSettings, folder: RunFolder, checkpoint: Path | None, stack: contextlib.ExitStack) -> GoesOn:
+    """What the run needs to go on when its members change; the ledger is closed at the end."""
+    ledger = Ledger(folder.folder, step_of(checkpoint) if checkpoint else 0)
+    stack.callback(ledger.close)
+    possible = TRANSPORTS[config.group.transport].goes_on
+    told = partial(last_step, folder.folder)
+    return GoesOn(config.min_workers, config.group.timeout, ledger, told_step=told, possible=possible)
+
+
 @contextlib.contextmanager
-def _listening(job: Message, workers: int, emit: Emit, credentials: Credentials, door: Door) -> Iterator[Coordinator]:
+def _listening(
+    job: Message, members: Members, emit: Emit, credentials: Credentials, door: Door
+) -> Iterator[Coordinator]:
     """A coordinator at a door, until the context is left."""
 
     def open_at(port: int) -> Coordinator:
-        return Coordinator(job, workers, emit, credentials, (door.host, port))
+        return Coordinator(job, members.wanted, emit, credentials, (door.host, port), members.goes_on)
 
     try:
         try:

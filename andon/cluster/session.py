@@ -1,20 +1,26 @@
 """One rank's training session: device, group, trainer. The same for every way of starting."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from andon.cluster.kinds import make_run
+from andon.cluster.kinds import builder_of
 from andon.config.schema import RunSettings
 from andon.data.build import Prepared
+from andon.engine.membership import Membership
+from andon.engine.optimizer import Optimizer
 from andon.engine.trainer import Trainer
 from andon.errors import UserError
+from andon.integrity.halt import JidokaHalt
 from andon.integrity.probe import compare_probes, differing, take_probe
-from andon.run.events import Emit, event, no_event
-from andon.transport.base import Group, Rendezvous, Settings, open_group
+from andon.run.build import Builder
+from andon.run.events import Emit, Event, event, no_event
+from andon.run.loop import Books, Loop
+from andon.transport.base import TRANSPORTS, Group, Rendezvous, Settings, fastest_here, open_group
+from andon.transport.local import LocalGroup
 
 
 @dataclass(frozen=True)
@@ -26,31 +32,131 @@ class Surroundings:
     local_rank: int = 0
     """Its place among the ranks of its machine, which decides on its GPU."""
     on_built: Callable[[Trainer], None] = lambda trainer: None
+    change_wanted: Callable[[], bool] = lambda: False
+    """Whether somebody waits to join, or is to leave."""
+    shrink_wanted: Callable[[], bool] = lambda: False
+    """Whether somebody is to leave."""
+    books: Books | None = None
 
 
 def train(config: RunSettings, data: Prepared, group: Group, resume: Path | None, around: Surroundings) -> bool:
     """Train as one rank of a run, from a checkpoint if one is given; whether it was stopped before its end."""
-    emit = around.emit if group.rank == 0 else no_event
-    device = choose_device(config.device, around.local_rank, emit)
-    refuse_mixed_devices(group, device)
-    config = with_probe(config, group, device, emit)
-    group.stop_wanted = around.stop_wanted
-    run = make_run(config, data, group, device, emit)
-    trainer = run.trainer
-    around.on_built(trainer)
+    session = Session(config, data, around)
     try:
+        return session.train(group, resume)
+    finally:
+        session.close()
+
+
+class Session:
+    """One worker's part of a run, through all generations in which it takes part."""
+
+    def __init__(self, config: RunSettings, data: Prepared, around: Surroundings) -> None:
+        self.config, self.data, self.around = config, data, around
+        self.builder: Builder | None = None
+        self.optimizer: Optimizer | None = None
+        self.run: Loop | None = None
+
+    def prepare(self, known: Mapping[str, str], frozen: str = "") -> None:
+        """Build what a worker that joins a run needs, before the others wait for it. `known` is the run's probe, and
+        `frozen` the digest of its weights that are not trained."""
+        device = choose_device(self.config.device, self.around.local_rank, no_event)
+        operations = differing(take_probe(device), known)
+        if operations and not self.config.group.mixed:
+            what = f"This machine computes {', '.join(operations)} otherwise than the run that it joins"
+            raise UserError(what, "Another processor, GPU or version of torch", "Use an equal machine, or group.mixed")
+        self.config = self.config.model_copy(update={"probe": dict(known)})
+        self.builder = builder_of(self.config, self.data)
+        optimizer = self.builder.optimizer(LocalGroup(self.config.group.wire), device, joins=True)
+        if frozen and optimizer.model.frozen != frozen:
+            cause = "The weights that are not trained are not those of the run that it joins"
+            raise UserError(
+                f"{self.config.model_name} is another model here", cause, "Copy the run's model to this machine"
+            )
+        self.optimizer, optimizer.is_new = optimizer, True
+
+    def train(self, group: Group, resume: Path | None = None) -> bool:
+        """Train in the first generation, from a checkpoint if one is given; whether it was stopped before the end."""
+        self._ask(group)
+        emit = self.around.emit if group.rank == 0 else no_event
+        device = choose_device(self.config.device, self.around.local_rank, emit)
+        refuse_mixed_devices(group, device)
+        self.config = with_probe(self.config, group, device, emit)
+        self.builder = builder_of(self.config, self.data)
+        trainer = self.builder.first(group, device, self._emit)
+        trainer.optimizer.is_new = resume is not None
+        self._built(trainer, self.builder)
         if resume:
             trainer.resume(resume)
-        run.train()
-        return trainer.progress.step < config.train.steps
-    finally:
-        trainer.close()
+        return self._run()
+
+    def go_on(self, group: Group, recorded: int, since: float) -> bool:
+        """Train in a later generation, which began to form at `since`; whether it was stopped before the end."""
+        self._ask(group)
+        if self.optimizer is None:  # the first generation has ended before it was built
+            self.prepare(self.config.probe)
+        assert self.optimizer and self.builder
+        membership = Membership.of(group, self.config.train.slots)
+        try:
+            if self.run:
+                settled = self.run.trainer.enter(membership, recorded)
+            else:
+                settled = self.optimizer.enter(membership, recorded)
+                self._built(self.builder.trainer(self.optimizer, self._emit), self.builder)
+        except JidokaHalt as halt:
+            self._emit(event("halt", **halt.fields(), data=self.data.digest))
+            raise
+        assert self.run
+        self.run.go_on(settled, recorded, since)
+        return self._run()
+
+    def _ask(self, group: Group) -> None:
+        """Have the group ask for the wishes of this rank's launcher."""
+        around = self.around
+        group.stop_wanted, group.change_wanted = around.stop_wanted, around.change_wanted
+        group.shrink_wanted = around.shrink_wanted
+
+    def part(self) -> None:
+        """Leave the generation, whatever has become of its group."""
+        if self.run:
+            self.run.trainer.part()
+        elif self.optimizer:
+            self.optimizer.model.part()
+
+    def close(self) -> None:
+        """Stop all threads."""
+        if self.run:
+            self.run.trainer.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done."""
+        return self.run is not None and self.run.trainer.progress.step >= self.config.train.steps
+
+    def _built(self, trainer: Trainer, builder: Builder) -> None:
+        self.optimizer = trainer.optimizer
+        self.run = builder.loop(trainer, self.around.emit, self.around.books)
+        self.around.on_built(trainer)
+
+    def _emit(self, event: Event) -> None:
+        """Rank 0 speaks for all."""
+        if self.optimizer is None or self.optimizer.model.membership.rank == 0:
+            self.around.emit(event)
+
+    def _run(self) -> bool:
+        assert self.run
+        self.run.train()
+        return self.run.trainer.progress.step < self.config.train.steps
 
 
 def open_configured(config: RunSettings, rendezvous: Rendezvous, settings: Settings) -> Group:
     """The group that the configuration asks for; torch is made to give the same bits every time first."""
     make_torch_deterministic(config.threads)
-    return open_group(config.group.transport, rendezvous, settings)
+    alone = not TRANSPORTS[config.group.transport].connects  # until it grows
+    size = rendezvous.world_size
+    group = open_group(fastest_here(size) if alone else config.group.transport, rendezvous, settings)
+    group.generation = settings.keys.generation if settings.keys else 0
+    return group
 
 
 def refuse_mixed_devices(group: Group, device: torch.device) -> None:

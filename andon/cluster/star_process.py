@@ -1,18 +1,21 @@
-"""The server of a star in a process of its own: `star_process` starts it, `main` runs in it.
+"""The server of a star in a process of its own: `StarProcess` starts it, `main` runs in it.
 
-The first line of its standard input is JSON with its credentials; it prints its address as JSON, or why it has none;
-and it ends when its standard input ends.
+The first line of its standard input is JSON with its credentials. Each further line is a generation and its number of
+ranks: it stops serving the generation before, and prints as JSON the address at which it serves this one, or why it
+cannot. It ends when its standard input ends.
 """
 
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 from andon.control.token import Credentials
 from andon.errors import UserError
@@ -20,37 +23,69 @@ from andon.transport.base import GroupError
 from andon.transport.keys import SERVER
 from andon.transport.tcp.entrance.tls import Tls
 
+ANSWER_SECONDS = 2.0
+
+
+class StarProcess:
+    """Serves one generation after the other; a process that has died is replaced."""
+
+    def __init__(self, host: str, timeout: float, credentials: Credentials) -> None:
+        self.host, self.timeout, self.credentials = host, timeout, credentials
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "andon.cluster.star_process", self.host, str(self.timeout)]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        tls = self.credentials.tls
+        told = {
+            "token": self.credentials.token,
+            "secret": self.credentials.secret.hex(),
+            "tls": asdict(tls) if tls else None,
+        }
+        _tell(process, told)
+        assert process.stdout is not None
+        process.stdout.readline()  # until it has loaded torch: later answers must be quick
+        return process
+
+    def serve(self, generation: int, world_size: int) -> tuple[str, int]:
+        """Serve a generation of so many ranks; the server's host and port."""
+        if self._process.poll() is not None:
+            self.close()
+            self._process = self._start()
+        _tell(self._process, [generation, world_size])
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_SECONDS)
+        line = self._process.stdout.readline() if ready else ""
+        address = json.loads(line) if line else "Its process has ended, or does not answer"
+        if isinstance(address, str):
+            remedy = "Choose an address of this machine, or try --group.transport ring"
+            raise UserError(f"The server of the star cannot listen at {self.host}", address, remedy)
+        return address[0], address[1]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _tell(process: subprocess.Popen[str], value: Any) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # whoever reads its answer learns that it has ended
+        print(json.dumps(value), file=process.stdin, flush=True)
+
 
 @contextlib.contextmanager
 def star_process(
     host: str, world_size: int, timeout: float, credentials: Credentials, generation: int = 0
 ) -> Iterator[tuple[str, int]]:
-    """Run the server for as long as the context lasts; its host and port."""
-    command = [sys.executable, "-m", "andon.cluster.star_process", host, str(world_size), str(timeout)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
-    assert process.stdin is not None and process.stdout is not None
-    told = {
-        "token": credentials.token,
-        "secret": credentials.secret.hex(),
-        "tls": asdict(credentials.tls) if credentials.tls else None,
-        "generation": generation,
-    }
-    try:
-        print(json.dumps(told), file=process.stdin, flush=True)
-        line = process.stdout.readline()
-        address = json.loads(line) if line else f"Its process ended with {process.wait()}"
-        if isinstance(address, str):
-            remedy = "Choose an address of this machine, or try --group.transport ring"
-            raise UserError(f"The server of the star cannot listen at {host}", address, remedy)
-        yield address[0], address[1]
-    finally:
-        process.kill()
-        process.communicate()
+    """Run the server of one generation for as long as the context lasts; its host and port."""
+    with contextlib.closing(StarProcess(host, timeout, credentials)) as process:
+        yield process.serve(generation, world_size)
 
 
-def main(host: str, world_size: int, timeout: float) -> None:
-    """Print the address, then serve until the workers have left."""
+def main(host: str, timeout: float) -> None:
+    """Serve each generation that standard input names, until it ends."""
     from andon.transport.tcp.star_server import StarServer
 
     # A batch system signals every process; the workers need this one until they have saved.
@@ -59,22 +94,27 @@ def main(host: str, world_size: int, timeout: float) -> None:
     told = json.loads(sys.stdin.readline())
     tls = Tls(**told["tls"]) if told["tls"] else None
     credentials = Credentials(told["token"], tls, bytes.fromhex(told["secret"]))
-    keys = credentials.issue(SERVER, world_size, told["generation"]).sealed(credentials.token)
-    try:
-        server = StarServer((host, 0), world_size, timeout, keys, tls)
-    except OSError as error:
-        print(json.dumps(error.strerror or str(error)), flush=True)
-        return
-    print(json.dumps(server.address), flush=True)
-    threading.Thread(target=_end_with_input, daemon=True).start()
-    with contextlib.suppress(GroupError):  # the ranks and the coordinator say what happened
-        server.serve()
-
-
-def _end_with_input() -> None:
-    sys.stdin.read()
+    server: StarServer | None = None
+    print(flush=True)
+    for line in sys.stdin:
+        if server:
+            server.close()
+        generation, world_size = json.loads(line)
+        keys = credentials.issue(SERVER, world_size, generation).sealed(credentials.token)
+        try:
+            server = StarServer((host, 0), world_size, timeout, keys, tls)
+        except OSError as error:
+            print(json.dumps(error.strerror or str(error)), flush=True)
+            continue
+        print(json.dumps(server.address), flush=True)
+        threading.Thread(target=_serve, args=[server], daemon=True).start()
     os._exit(0)
 
 
+def _serve(server: Any) -> None:
+    with contextlib.suppress(GroupError, OSError):  # the ranks and the coordinator say what happened
+        server.serve()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], float(sys.argv[2]))

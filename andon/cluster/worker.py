@@ -1,19 +1,26 @@
 """A worker: joins a coordinator, receives the configuration, the data and its rank, and trains."""
 
+from __future__ import annotations
+
+import contextlib
 import faulthandler
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from andon.cluster.kinds import describe, open_data, read_config
+from andon.cluster.kinds import libraries, open_data, read_config
 from andon.cluster.signals import save_on_signal
-from andon.config.schema import DataBase, RunSettings
-from andon.control.client import CoordinatorClient, join, log
+from andon.config.schema import RunSettings
+from andon.control.client import CoordinatorClient, log
+from andon.control.join import join
 from andon.control.link import Message
 from andon.control.token import token_of_worker
 from andon.data.build import Prepared, find, open_sound, receive
@@ -21,8 +28,12 @@ from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.numerics import choose_kernels
 from andon.run.events import event
 from andon.run.folder import read_mark
-from andon.transport.base import GroupError, ProtocolError
+from andon.transport.base import SOMEONE, Group, GroupError, ProtocolError
 from andon.transport.tcp.entrance.tls import Tls
+
+if TYPE_CHECKING:  # torch is loaded when a worker trains, and not before
+    from andon.cluster.session import Session
+    from andon.engine.trainer import Trainer
 
 IMPORT_SECONDS = 120.0  # that loading torch may take, from a slow disk
 START_AGAIN = "Run the same command again: it resumes from the newest checkpoint"
@@ -52,9 +63,13 @@ def work(address: tuple[str, int], access: Access) -> int:
     job, client = join(address, access.token, access.rank, access.tls, access.patience, access.say)
     try:
         config, data = _prepare(job, client, access)
-        client.enter({"data": data.digest, "folder": read_mark(config.run.dir)})
-        access.say(f"Rank {client.rank} of {client.world_size}; waiting until all have joined")
-        if not client.wait_for_all():
+        # What a worker that joins a run needs is built before the others wait for it.
+        session = _load(config, data, client, job) if job.get("joins") else None
+        client.folder_mark = partial(read_mark, config.run.dir)
+        client.enter({"data": data.digest, "folder": client.folder_mark()})
+        who = f"Rank {client.rank} of {client.world_size}" if client.rank >= 0 else "Ready"
+        access.say(f"{who}; waiting until all have joined")
+        if not client.wait_for_generation():
             access.say("The coordinator stopped before the run began")
             client.leave(EXIT_STOPPED)
             return EXIT_STOPPED
@@ -66,20 +81,26 @@ def work(address: tuple[str, int], access: Access) -> int:
         client.close()
         raise
     access.say(f"Training with {', '.join(f'rank {rank} on {host}' for rank, host in enumerate(client.hosts))}")
-    code = _train_and_report(config, data, job, client, access)
+    code = _train_and_report(config, data, job, client, access, session)
     client.leave(code)
     return code
 
 
 def _train_and_report(
-    config: RunSettings, data: Prepared, job: Message, client: CoordinatorClient, access: Access
+    config: RunSettings,
+    data: Prepared,
+    job: Message,
+    client: CoordinatorClient,
+    access: Access,
+    session: Session | None,
 ) -> int:
     """Train as one rank; whatever ends it is told to the coordinator and written to the log."""
     # A batch system, or a machine that shuts down, signals every process and not only the launcher.
     save_on_signal(client.stop.set)
     stopped = f"Rank {client.rank} on {socket.gethostname()} stopped"
     try:
-        return _train(config, data, job, client, access)
+        session = session or _load(config, data, client, job)
+        return _train(session, job, client, access)
     except UserError as error:
         client.fail(error.what, error.cause, error.remedy)
         log(str(error))
@@ -107,7 +128,7 @@ def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[R
     """The configuration as it holds here, and the data with the digest that the job names."""
     try:
         config = read_config(job["config"])
-        names = {name: job[name] for name in ("tokens", "resume", "log", "server")}
+        names = {name: job[name] for name in ("tokens", "resume", "log")}
     except (KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ProtocolError(f"the coordinator sent a job that this Andon does not understand: {reason}") from None
@@ -115,7 +136,7 @@ def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[R
         raise ProtocolError("the coordinator sent a job without paths")
     if access.folder is None:
         return config, open_data(config, Path(job["tokens"]))
-    access.say(f"Joined: {describe(config)}, {config.train.steps:,} steps")
+    access.say(f"Joined: {config.model_name}, {config.train.steps:,} steps")
     from andon.cluster.bf16 import check_bf16
 
     config = in_own_folder(config, access.folder)
@@ -138,51 +159,100 @@ def in_own_folder(config: RunSettings, folder: Path) -> RunSettings:
     folder = folder.resolve()
     wanted = config.run.dir.resolve()
     place = wanted if wanted.is_relative_to(folder) else folder / "runs" / wanted.name
-    run = config.run.model_copy(update={"dir": place})
-    data = config.data.model_copy(update={"cache": DataBase().cache})
-    return config.model_copy(update={"run": run, "data": data})
+    return config.with_own_cache().model_copy(update={"run": config.run.model_copy(update={"dir": place})})
 
 
-def _train(config: RunSettings, data: Prepared, job: Message, client: CoordinatorClient, access: Access) -> int:
-    """Train as one rank; torch is loaded here and not before."""
+def _load(config: RunSettings, data: Prepared, client: CoordinatorClient, job: Message) -> Session:
+    """A session; torch is loaded here and not before."""
     if warning := choose_kernels(config.numerics):
-        client.emit(event("note", text=f"rank {client.rank}: {warning}"))
+        log(f"rank {client.rank}: {warning}")
+        if client.rank >= 0:
+            client.emit(event("note", text=f"rank {client.rank}: {warning}"))
     with client.may_be_silent(IMPORT_SECONDS):
-        from andon.cluster.session import Surroundings, open_configured, train
-        from andon.cluster.torch_store import ControlStore
-        from andon.engine.trainer import Trainer
-        from andon.integrity.halt import JidokaHalt
-        from andon.transport.base import Settings
+        from andon.cluster.session import Session, Surroundings, make_torch_deterministic
+
+        with contextlib.suppress(ImportError):  # whoever needs them says which are missing
+            for module in libraries(config):
+                import_module(module)
 
     def built(trainer: Trainer) -> None:
         times = trainer.model.phases
         client.compute_ms = lambda: times.last.get("forward", 0.0) + times.last.get("backward", 0.0)
 
-    settings = Settings(
-        config.group.timeout,
-        config.group.wire,
-        client.host,
-        config.group.server_address or _server(job, client),
-        client.keys,
-        access.tls,
-        ControlStore(client, config.group.timeout),
-    )
-    around = Surroundings(client.emit, client.stop.is_set, client.local_rank, built)
+    changes = (client.change.is_set, client.shrink.is_set)
+    around = Surroundings(client.emit, client.stop.is_set, client.local_rank, built, *changes, client)
+    session = Session(config, data, around)
+    if job.get("joins"):
+        make_torch_deterministic(config.threads)
+        session.prepare(job.get("probe", {}), job.get("frozen", ""))
+    return session
+
+
+def _train(session: Session, job: Message, client: CoordinatorClient, access: Access) -> int:
+    """Train as one rank of one generation after another."""
+    from andon.cluster.session import open_configured
+    from andon.cluster.torch_store import ControlStore
+    from andon.engine.membership import MembersChange
+    from andon.integrity.halt import JidokaHalt
+    from andon.transport.base import Settings
+
+    config, since = session.config, time.monotonic()
+    resume = Path(job["resume"]) if job["resume"] else None
+    while True:
+        settings = Settings(
+            config.group.timeout,
+            config.group.wire,
+            client.host,
+            config.group.server_address or _server(client),
+            client.keys,
+            access.tls,
+            ControlStore(client, config.group.timeout),
+            client.watch,
+        )
+        try:
+            with open_configured(config, client, settings) as group, _leaving(session, group):
+                client.watch(group)
+                known = client.recorded, since
+                stopped = session.go_on(group, *known) if client.later else session.train(group, resume)
+            session.close()
+            return EXIT_STOPPED if stopped else 0
+        except JidokaHalt as halt:
+            log(str(halt))
+            return EXIT_HALTED
+        except MembersChange:
+            why, error = "somebody joins", None
+        except GroupError as failure:
+            if not client.goes_on or isinstance(failure, ProtocolError):
+                raise
+            why, error = _with_host(str(failure), client), failure
+            log(why)
+        since = time.monotonic()
+        if not client.part(why, getattr(error, "rank", SOMEONE) if error else None):
+            if session.is_over or client.released:
+                return 0
+            raise error or GroupError("the run has ended")
+
+
+@contextlib.contextmanager
+def _leaving(session: Session, group: Group) -> Iterator[None]:
+    """Whatever ends a generation, the threads that use its group end before the group is left."""
     try:
-        with open_configured(config, client, settings) as group:
-            client.group = group
-            stopped = train(config, data, group, Path(job["resume"]) if job["resume"] else None, around)
-    except JidokaHalt as halt:
-        log(str(halt))
-        return EXIT_HALTED
-    return EXIT_STOPPED if stopped else 0
+        yield
+    except GroupError as error:
+        lost = getattr(error, "rank", SOMEONE)
+        group.abort(lost, "the generation has ended")
+        session.part()
+        raise
+    except BaseException:
+        session.part()
+        raise
 
 
-def _server(job: Message, client: CoordinatorClient) -> tuple[str, int] | None:
+def _server(client: CoordinatorClient) -> tuple[str, int] | None:
     """The address of a star's server: if it listens everywhere, then also where the coordinator is."""
-    if not job["server"]:
+    if not client.server:
         return None
-    host, port = job["server"]
+    host, port = client.server
     return (client.link.remote if ip_address(host).is_unspecified else host), port
 
 

@@ -13,8 +13,9 @@ from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
 from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.checkpoint.manifest import Damage, Damaged, Manifest, find_damage, read
 from andon.errors import UserError, harmless
-from andon.run.display import byte_progress, human_bytes
+from andon.run.display import byte_progress
 from andon.run.folder import RunFolder
+from andon.run.terminal import human_bytes
 
 
 def find(path: Path) -> list[Path]:
@@ -32,7 +33,7 @@ def find(path: Path) -> list[Path]:
     )
 
 
-def show(path: Path, deep: bool, console: Console) -> None:
+def show(path: Path, deep: bool, as_json: bool, console: Console) -> None:
     """Print a table of checkpoints; `deep` verifies every byte."""
     numbers = [Column(heading, justify="right") for heading in ("step", "loss", "size", "age")]
     table = Table("checkpoint", *numbers, "verdict")
@@ -40,10 +41,17 @@ def show(path: Path, deep: bool, console: Console) -> None:
         damages = _damages(checkpoint, console) if deep else list(find_damage(checkpoint, sizes_only=True))
         if not checkpoint.exists():
             continue  # a running training has removed it
+        if as_json:
+            fields = {"path": str(checkpoint), "step": step_of(checkpoint), "bytes": _size(checkpoint)}
+            verdict = "damaged" if damages else "good" if deep else "complete"
+            print(json.dumps({**fields, "verdict": verdict, "damage": [str(damage) for damage in damages]}))
+            continue
         size, age = human_bytes(_size(checkpoint)), _age(time.time() - checkpoint.stat().st_mtime)
         good = "[green]good[/]" if deep else "complete"
         verdict = f"[bold red]damaged[/] {escape(str(damages[0]))}" if damages else good
         table.add_row(escape(checkpoint.name), *_step_and_loss(checkpoint), size, age, verdict)
+    if as_json:
+        return
     console.print(table)
     if not deep:
         console.print("complete: manifest and sizes are right; --verify reads every byte", style="dim")

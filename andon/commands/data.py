@@ -41,7 +41,7 @@ def show_samples(run: Path, config: FinetuneConfig, names: list[str], console: C
 
     base = Base(config.model)
     samples = prepare_samples(config, base)
-    _check_data(run, samples.digest)
+    check_data(run, samples.digest)
     for name in names:
         number = samples.find(name)
         if number is None:
@@ -56,7 +56,7 @@ def show_samples(run: Path, config: FinetuneConfig, names: list[str], console: C
 def show_windows(run: Path, config: Config, windows: list[int], console: Console) -> None:
     """Print the text of training windows."""
     tokens, context = prepare_tokens(config, console), config.train.context
-    _check_data(run, tokens.digest)
+    check_data(run, tokens.digest)
     tokenizer, last = tokens.tokenizer(), (tokens.token_count - 1) // context - 1
     if not all(0 <= window <= last for window in windows):
         raise UserError(f"There are no windows {windows}", f"They are numbered 0 to {last}", "Give --windows 0,1,2")
@@ -66,8 +66,8 @@ def show_windows(run: Path, config: Config, windows: list[int], console: Console
         console.print(text, markup=False)
 
 
-def _check_data(run: Path, digest: str) -> None:
-    """Refuse to show data that is not what the run was trained on."""
+def check_data(run: Path, digest: str) -> None:
+    """Refuse a run that was trained on other data."""
     trained_on = _data_of(run)
     if trained_on and trained_on[-1] != digest:
         raise other_data(run)

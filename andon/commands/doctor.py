@@ -1,5 +1,6 @@
 """`andon doctor`: the facts about this machine that a bug report needs."""
 
+import json
 import os
 import platform
 import shutil
@@ -13,13 +14,13 @@ from rich.table import Column, Table
 
 from andon.bench.numerics import cost
 from andon.numerics import has_avx2
-from andon.run.display import human_bytes
+from andon.run.terminal import human_bytes
 from andon.version import VERSION
 
 PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic", "transformers", "peft", "pyarrow")
 
 
-def examine(console: Console) -> None:
+def examine(as_json: bool, console: Console) -> None:
     """Print versions, cores, memory, devices, ports and shared memory."""
     memory, shared = psutil.virtual_memory(), Path("/dev/shm")
     facts = {
@@ -34,6 +35,9 @@ def examine(console: Console) -> None:
         "devices": _devices(),
         "numerics": cost() if has_avx2() else "this processor has no AVX2: its bits are its own",
     }
+    if as_json:
+        print(json.dumps(facts))
+        return
     table = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
     for fact in facts.items():
         table.add_row(*fact)

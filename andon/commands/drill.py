@@ -1,4 +1,5 @@
-"""`andon drill`: inject every kind of fault into a run on this machine and check that the run stops.
+"""`andon drill`: inject every kind of fault into a run on this machine and check that the run stops, or goes on without
+the worker that is lost.
 
 Each drill is a real training run of a very small model on real workers with one injected fault
 (`andon.integrity.faults`), in a temporary folder.
@@ -34,7 +35,8 @@ class Drill(NamedTuple):
 
     fault: str
     expected: str
-    stopped: Verdict
+    passed: Verdict
+    end: str = "stopped"
 
 
 def _halted(step: int, *names: str) -> Verdict:
@@ -45,12 +47,22 @@ def _halted(step: int, *names: str) -> Verdict:
     return stopped
 
 
-def _lost(rank: int) -> Verdict:
-    return lambda code, halt, output: code == 1 and f"rank {rank} " in output
+def _went_on(rank: int) -> Verdict:
+    return lambda code, halt, output: code == 0 and f"Rank {rank} on " in output and "Going on with" in output
+
+
+def _ended(rank: int) -> Verdict:
+    return lambda code, halt, output: code == 1 and f"rank {rank} " in output.lower()
+
+
+def _lost(rank: int, fault: str, goes_on: bool) -> Drill:
+    if goes_on:
+        return Drill(fault, f"the others go on without rank {rank}", _went_on(rank), "went on")
+    return Drill(fault, f"the others name rank {rank}", _ended(rank))
 
 
 PARAMETER = "model.layers.1.mlp.up_proj.weight"
-DRILLS = (
+HALTS = (
     Drill(f"nan:rank=1,step=3,parameter={PARAMETER}", "halt at 3, rank and parameter", _halted(3, PARAMETER)),
     Drill("inf:rank=2,step=2", "halt at 2, every parameter", _halted(2, "lm_head.weight", "Inf")),
     Drill("bitflip:rank=2,step=4,unit=lm_head", "halt at 4, unit and rank", _halted(4, "lm_head", "on rank 2")),
@@ -59,23 +71,29 @@ DRILLS = (
         "halt at 5, optimizer state",
         _halted(5, "second of model.layers.0", "on rank 0"),
     ),
-    Drill("die:rank=1,step=3,at=exchange", "the others name rank 1", _lost(1)),
-    Drill("stall:rank=2,step=3,at=backward,seconds=30", "the others name rank 2", _lost(2)),
 )
+LOSSES = ((1, "die:rank=1,step=3,at=exchange"), (2, "stall:rank=2,step=3,at=backward,seconds=30"))
+"""Ranks, and what is done to them."""
+
+
+def drills(transport: str) -> list[Drill]:
+    """All drills; over a transport whose members cannot change, the loss of a rank ends the run."""
+    goes_on = transport not in TRANSPORTS or TRANSPORTS[transport].goes_on
+    return [*HALTS, *(_lost(rank, fault, goes_on) for rank, fault in LOSSES)]
 
 
 def drill(transport: str, console: Console) -> int:
-    """Inject every fault; 0 if the run stopped each time."""
+    """Inject every fault; 0 if the run ended each time as it must."""
     columns = [Column(heading, overflow="fold") for heading in ("fault", "must show", "seconds", "the run")]
     table = Table(*columns, title=f"{WORKERS} workers over {transport}")
     passed = True
-    for each in DRILLS:
+    for each in drills(transport):
         with console.status(f"{each.fault} …"):
             started = time.monotonic()
-            stopped = _inject(each, transport)
-        verdict = "[green]stopped[/]" if stopped else "[bold red]DID NOT STOP[/]"
+            good = _inject(each, transport)
+        verdict = f"[green]{each.end}[/]" if good else "[bold red]DID NOT[/]"
         table.add_row(each.fault, each.expected, f"{time.monotonic() - started:.1f}", verdict)
-        passed = passed and stopped
+        passed = passed and good
     console.print(table)
     return 0 if passed else 1
 
@@ -90,7 +108,7 @@ def _inject(each: Drill, transport: str) -> bool:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         file = run / "halt.json"
         halt = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return each.stopped(done.returncode, halt, done.stdout + done.stderr)
+        return each.passed(done.returncode, halt, done.stdout + done.stderr)
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """`andon generate` and `andon evaluate`: write text with a checkpoint, and measure it."""
 
+import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -11,23 +13,26 @@ from andon.checkpoint.manifest import verify_named
 from andon.checkpoint.store import load_state
 from andon.commands.data import other_data
 from andon.config.load import build, is_finetuning
+from andon.config.schema import Config
 from andon.data import stories
+from andon.data.token_set import TokenSet
 from andon.data.tokenizer import Tokenizer
 from andon.errors import UserError, harmless
 from andon.finetune import generate as tuned
 from andon.finetune.generate import is_for_transformers
 from andon.model.generate import sample
 from andon.model.hub import load_model
+from andon.model.llama import Llama
 from andon.run import evaluate as evaluation
-from andon.run.build import build_batches
-from andon.run.prepare import prepare_tokens
+from andon.run.folder import DamagedCheckpoint, newest_good
+from andon.run.prepare import build_batches, prepare_tokens
 from andon.transport.local import LocalGroup
 
 
 def generate(folder: Path, prompt: str, *, count: int, length: int, temperature: float, seed: int) -> None:
     """Print texts that continue a prompt."""
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    verify_named(folder)
+    folder = checkpoint_of(tuned.result_of(folder))
     if is_for_transformers(folder):
         for text in tuned.generate(folder, prompt, count=count, length=length, temperature=temperature, seed=seed):
             _print(text)
@@ -46,9 +51,23 @@ def _print(text: str) -> None:
     print(harmless(text) if sys.stdout.isatty() else text, flush=True)
 
 
-def evaluate(folder: Path, windows: int, console: Console) -> None:
+def checkpoint_of(folder: Path) -> Path:
+    """A checkpoint that was verified: the one that is named, or the newest good one of the run that is named."""
+    if not (folder / "checkpoints").is_dir():
+        verify_named(folder)
+        return folder
+    damaged: list[DamagedCheckpoint] = []
+    found = newest_good(folder / "checkpoints", damaged)
+    for damage in damaged:
+        print(harmless(damage.note), file=sys.stderr)
+    if found is None:
+        raise UserError(f"{folder} has no checkpoint yet", "The run has not saved", "Wait for its first save")
+    return found
+
+
+def evaluate(folder: Path, windows: int, as_json: bool, console: Console) -> None:
     """Print a checkpoint's loss on the held-out windows of its corpus, and its valid share of stories."""
-    verify_named(folder)
+    folder = checkpoint_of(folder)
     state = load_state(folder)
     if not isinstance(state.get("config"), dict):
         cause = "Its state.json has no configuration: a script saved it"
@@ -63,13 +82,25 @@ def evaluate(folder: Path, windows: int, console: Console) -> None:
         raise other_data(folder)
     loss = evaluation.validation_loss(model, build_batches(config, tokens).validation(windows), LocalGroup())
     bits = evaluation.bits_per_byte(loss, tokens.bytes_per_token)
-    console.print(f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte")
-    if config.data.corpus != ("stories",):
+    found: dict[str, Any] = {"checkpoint": str(folder), "loss": loss, "bits_per_byte": bits}
+    if config.data.corpus == ("stories",):
+        found |= _stories(config, model, tokens)
+    if as_json:
+        print(json.dumps(found))
         return
+    console.print(f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte")
+    if "floor" not in found:
+        return
+    count, entropy = found["stories"], stories.entropy() / math.log(2)
+    console.print(f"{found['valid_share']:.1%} of {count} stories valid, {found['known']} in the training text")
+    console.print(f"floor of the loss: {found['floor']:.4f}, from the grammar's entropy of {entropy:.0f} bits a story")
+
+
+def _stories(config: Config, model: Llama, tokens: TokenSet) -> dict[str, Any]:
+    """The valid share of stories that a model writes, and the floor of the loss on them."""
     with torch.no_grad():
         count = config.eval.stories or 64
         texts = evaluation.write(model, tokens.tokenizer(), count, config.eval.temperature, config.seed)
     score = evaluation.story_score(texts, config.seed, config.data.stories)
-    console.print(f"{score.valid_share:.1%} of {count} stories valid, {score.known} in the training text")
-    floor, bits = evaluation.loss_floor(config.data.stories, tokens.token_count), stories.entropy() / math.log(2)
-    console.print(f"floor of the loss: {floor:.4f}, from the grammar's entropy of {bits:.0f} bits a story")
+    floor = evaluation.loss_floor(config.data.stories, tokens.token_count)
+    return {"stories": count, "valid_share": score.valid_share, "known": score.known, "floor": floor}

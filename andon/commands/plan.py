@@ -11,16 +11,22 @@ from andon.bench.numerics import cost
 from andon.cluster import kinds
 from andon.config.schema import RunSettings
 from andon.numerics import has_avx2
-from andon.run.display import human_bytes
-from andon.run.plan import Plan
+from andon.run.plan import Plan, changes, cost_of_a_loss
+from andon.run.terminal import human_bytes
 
 
 def main(config: RunSettings, as_json: bool, console: Console) -> None:
     """`andon plan`: the plan, then what each setting would change."""
     config = kinds.settle(config.on_this_machine(), Console(quiet=True) if as_json else console)
-    plan, others = kinds.plans(config)
+    make = kinds.planner(config)
+    plan, others = make(config), changes(config, make)
     if as_json:
-        now = {"workers": config.workers, "transport": config.group.transport, **plan.to_json()}
+        now = {
+            "workers": config.workers,
+            "transport": config.group.transport,
+            **plan.to_json(),
+            "a_loss": cost_of_a_loss(config, make),
+        }
         rows = [{"keys": keys, **other.to_json()} for keys, other in others]
         print(json.dumps({**now, "changes": rows}))
         return

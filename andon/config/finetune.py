@@ -72,11 +72,12 @@ class FinetuneConfig(RunSettings):
         """Short runs that start from trained weights take other steps than pretraining."""
         if not isinstance(values, dict):
             return values
-        lora, optim = values.get("lora", {}), values.get("optim", {})
+        lora, optim, run = (values.get(name, {}) for name in ("lora", "optim", "run"))
         whole = isinstance(lora, dict) and str(lora.get("rank", "")) == "0"
         own = {"lr": WHOLE_LR if whole else ADAPTER_LR, "schedule": "linear", "warmup": 10, "final_lr": 0.0}
         result = dict(values)
         if isinstance(optim, dict):
             result["optim"] = {**own, "weight_decay": 0.0, **optim}
-        result.setdefault("run", {"dir": Path("runs/finetune")})
+        if isinstance(run, dict):
+            result["run"] = {"dir": Path("runs/finetune"), **run}
         return result

@@ -106,7 +106,7 @@ class DataBase(Section):
 
 class DataConfig(DataBase):
     corpus: tuple[Annotated[str, Field(min_length=1)], ...] = Field(("stories",), min_length=1)
-    """`stories` (built in), or files, folders and globs of .txt, .jsonl and .parquet."""
+    """`stories` (built in), or files, folders and globs of .txt, .md, .jsonl, .json and .parquet, also .gz."""
     stories: int = Field(20_000, gt=0, le=10**9)
     """Number of built-in stories to train on."""
     tokenizer: str = "bpe"
@@ -247,6 +247,8 @@ class CheckpointConfig(Section):
 class RunConfig(Section):
     dir: Path = Path("runs/default")
     """The folder of the run: metrics, summary, checkpoints."""
+    board: bool = True
+    """Show the run on a page of this machine while it lasts, if it was started on a terminal."""
 
 
 class RunSettings(Section):
@@ -261,7 +263,11 @@ class RunSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA if there is a device, and otherwise the CPU with a note."""
     workers: PositiveInt = 1
-    """Number of worker processes."""
+    """Number of worker processes that are wanted."""
+    min_workers: PositiveInt = 1
+    """Number of workers with which the run goes on when others are lost; with fewer it waits for new ones."""
+    restarts: NonNegativeInt = 100
+    """How many lost workers `andon train` starts again, in all."""
     threads: int = Field(1, gt=0, le=1 << 12)
     """Compute threads per worker."""
     on_nonfinite: Literal["halt", "skip"] = "halt"
@@ -286,6 +292,8 @@ class RunSettings(Section):
             parse_fault(text)
         if self.group.mixed and self.zero.replicas > 1:
             raise ValueError("group.mixed needs zero.replicas 1: a replica is computed by another machine")
+        if self.min_workers > self.workers:
+            raise ValueError(f"min_workers = {self.min_workers} is more than workers = {self.workers}")
         if self.workers > self.train.slots:
             raise ValueError(
                 f"{self.workers} workers need at least one slot each, but train.slots = {self.train.slots}"
@@ -308,6 +316,11 @@ class RunSettings(Section):
         return self.with_transport(fastest_here(self.workers))
 
     @property
+    def model_name(self) -> str:
+        """What is trained: a preset, or the folder of a model."""
+        return str(self.model)
+
+    @property
     def determinism_key(self) -> str:
         """What the final weights depend on besides the data: equal keys and data give equal bits."""
         keys = dict.fromkeys(("seed", "model", "train", "optim", "lora", "on_nonfinite", "max_skips"), True)
@@ -326,6 +339,11 @@ class Config(RunSettings):
     data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig
     eval: EvalConfig = Field(default_factory=EvalConfig)
+
+    @property
+    def model_name(self) -> str:
+        """The preset, or the folder to go on from."""
+        return self.model.source or self.model.preset
 
     @property
     def shape(self) -> Shape:

@@ -2,51 +2,46 @@
 
 The thread starts as soon as both have proved that they know the token, so that a worker that prepares its data, or
 waits for others, is known to be alive, and knows that the coordinator is. When a rank is lost the group is made to fail
-at once (`Group.abort`), which ends this worker in an orderly way; a worker that does not end soon, because it computes,
-is ended here, and so is one whose coordinator is lost: the newest checkpoint is complete.
+at once (`Group.abort`); then this worker parts and takes part in the next generation. In a run that cannot go on
+without a rank it ends in an orderly way; a worker that does not end soon, because it computes, is ended here, and so is
+one whose coordinator is lost: the newest checkpoint is complete.
 """
 
 import contextlib
 import os
 import queue
 import socket
-import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from andon.control.files import Receiver
 from andon.control.link import FROM_COORDINATOR, ControlLink, Message
 from andon.control.loop import Loop
+from andon.control.outbox import Outbox
 from andon.errors import EXIT_USER_ERROR, UserError, harmless
 from andon.machine import machine_id
 from andon.run.events import Event
-from andon.transport.base import COORDINATOR, SOMEONE, Group, GroupError, GroupTimeout, PeerLost, ProtocolError
+from andon.transport.base import COORDINATOR, SOMEONE, Abortable, GroupError, GroupTimeout, PeerLost, ProtocolError
 from andon.transport.keys import LinkKeys
-from andon.transport.tcp.connect import connect
-from andon.transport.tcp.entrance.handshake import NotAuthenticated, Refused
-from andon.transport.tcp.entrance.tls import Tls
-from andon.transport.tcp.frames import Hello
 from andon.version import VERSION
 
 LOG_SECONDS = 5.0  # how long writing to the log may take
-CONNECT_SECONDS = 10.0
 RENDEZVOUS_SECONDS = 300.0  # that ranks get to meet: some load torch from a slow disk
 RETRY_SECONDS = 0.5
-ATTEMPTS = 3  # to prove that this process knows the token
+RETURN_SECONDS = 60.0  # that a coordinator gets to come back
 LEAVE_SECONDS = 2.0  # that a worker gets to end in an orderly way when another one is lost
 MOST_PIECES = 64  # of the data, 256 KB each, that may wait for the disk
 PIECE_PAUSE = 0.2
-Say = Callable[[str], None]
 
 
 class CoordinatorClient:
     """A worker's side of the control link: its rank, the rendezvous, events out and the wish to stop in."""
 
-    def __init__(self, sock: socket.socket, token: str) -> None:
+    def __init__(self, sock: socket.socket, token: str, wanted: int | None = None) -> None:
         self.link = ControlLink(sock, FROM_COORDINATOR)
         self.rank, self.world_size, self.local_rank = -1, 0, 0
         self.host = self.link.local
@@ -54,11 +49,34 @@ class CoordinatorClient:
         self.hosts: list[str] = []
         self.keys: LinkKeys | None = None
         self.stop = threading.Event()
-        self.group: Group | None = None
-        """The group to abort when a rank is lost."""
+        self.change = threading.Event()
+        """Whether somebody waits to join, or is to leave."""
+        self.shrink = threading.Event()
+        """Whether somebody is to leave."""
+        self.goes_on = False
+        """Whether the run goes on without a rank that is lost."""
+        self.released = False
+        """Whether the run goes on without this worker, because it wants fewer."""
+        self.later = False
+        """Whether this is not the first generation, so that others may have the run's state."""
+        self.recorded = 0
+        """The last step that the run's ledger had when the generation began."""
+        self.server: tuple[str, int] | None = None
+        """Where a star's server listens, in this generation."""
+        self._group: Abortable | None = None
+        self._peer_gone: tuple[int, str] | None = None
+        self._turn = threading.Lock()
+        self.way_back: Callable[[], socket.socket] | None = None
+        """Connects to the coordinator again, if it can come back."""
+        self.folder_mark: Callable[[], str] = lambda: ""
+        """The mark of the process that holds the run's folder, as this worker sees it."""
+        self._outbox = Outbox(self.link)
+        self._parted: dict[str, Any] | None = None
+        """What this worker has said when it left its group, until the next generation begins."""
+        self._new_link: ControlLink | None = None
         self.compute_ms: Callable[[], float | None] = lambda: None
         """What forward and backward of the last step took."""
-        self._token, self._leaving, self._asked = token, False, 0
+        self._token, self._wanted, self._leaving, self._asked = token, wanted, False, 0
         self._inbox: queue.SimpleQueue[Message | bytes | None] = queue.SimpleQueue()
         self._answers: dict[int, queue.SimpleQueue[str | None]] = {}
         self._lost = ""
@@ -69,8 +87,8 @@ class CoordinatorClient:
         self._loop.start()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message, without waiting for it to be taken."""
-        self.link.queue(kind, **fields)
+        """Send a message, without waiting for it to be taken; while the coordinator is gone, what matters waits."""
+        self._outbox.send(kind, fields)
         self._loop.wake()
 
     def receive(self, *expected: str, timeout: float | None = None) -> Message:
@@ -78,7 +96,7 @@ class CoordinatorClient:
         message = self._inbox.get(timeout=timeout)
         if message is None:
             raise PeerLost(COORDINATOR, "joining", 0.0, self._lost)
-        if isinstance(message, dict) and message["kind"] == "lost":
+        if isinstance(message, dict) and message["kind"] == "lost" and "lost" not in expected:
             raise PeerLost(message["rank"], "forming the group", 0.0, message["why"])
         if isinstance(message, bytes) or message["kind"] not in ("refused", *expected):
             raise ProtocolError("the coordinator spoke out of turn")
@@ -104,19 +122,41 @@ class CoordinatorClient:
         self.send("ready", **ready)
         welcome = self.receive("welcome")
         self.rank, self.world_size = welcome["rank"], welcome["world_size"]
-        try:
-            issued = {int(peer): bytes.fromhex(key) for peer, key in welcome["keys"].items()}
-        except (TypeError, ValueError):
-            raise ProtocolError("the coordinator sent keys that are none") from None
-        self.keys = LinkKeys(welcome["generation"], issued).sealed(self._token)
 
-    def wait_for_all(self) -> bool:
-        """Wait until every rank is there; False if the run was stopped before that."""
-        message = self.receive("begin", "stop")
-        if message["kind"] == "stop":
+    def wait_for_generation(self) -> bool:
+        """Wait until the next generation begins; False if there will be none."""
+        while (message := self.receive("begin", "stop", "end", "lost", "values"))["kind"] in ("lost", "values"):
+            pass  # of the generation before
+        if message["kind"] != "begin":
+            self.released = bool(message.get("released"))
             return False
+        try:
+            issued = {int(peer): bytes.fromhex(key) for peer, key in message["keys"].items()}
+            self.server = (str(message["server"][0]), int(message["server"][1])) if message["server"] else None
+        except (TypeError, ValueError, IndexError):
+            raise ProtocolError("the coordinator sent keys or an address that are none") from None
+        self.keys = LinkKeys(message["generation"], issued).sealed(self._token)
+        self.rank, self.world_size, self.recorded = message["rank"], message["world_size"], message["recorded"]
         self.hosts, self.host, self.local_rank = message["hosts"], message["host"], message["local_rank"]
+        self.later = bool(message["later"])
         return True
+
+    def part(self, why: str, lost: int | None) -> bool:
+        """Say that this worker has left its group, and wait for the next generation; False if there will be none.
+
+        `lost` is the rank on whose account the group failed, if it did."""
+        with self._turn:
+            self._group = None
+        self._parted = {"generation": self.keys.generation if self.keys else 0, "why": why, "lost": lost}
+        self.send("part", **self._parted)
+        return self.wait_for_generation()
+
+    def watch(self, group: Abortable) -> None:
+        """Abort a group, or its opening, when a rank is lost."""
+        with self._turn:
+            self._group = group
+            if self._peer_gone:
+                group.abort(*self._peer_gone)
 
     def exchange(self, topic: str, mine: str) -> list[str]:
         """The rendezvous: send this rank's value under a topic and receive every rank's, in rank order."""
@@ -149,6 +189,14 @@ class CoordinatorClient:
         """Report an event."""
         self.send("event", event=event)
 
+    def report(self, records: Sequence[Any]) -> None:
+        """Report committed steps, for the ledger."""
+        self.send("commit", records=list(records))
+
+    def went_back(self, generation: int, step: int) -> None:
+        """Report that this generation goes on from the checkpoint of a step."""
+        self.send("back", generation=generation, step=step)
+
     def fail(self, what: str, cause: str, remedy: str) -> None:
         """Report why this worker cannot go on."""
         self.send("failed", what=what, cause=cause, remedy=remedy)
@@ -177,31 +225,78 @@ class CoordinatorClient:
             assert isinstance(message, dict)
             if message["id"] in self._answers:
                 self._answers[message["id"]].put(message["value"])
+        elif kind == "change":
+            assert isinstance(message, dict)
+            if message["released"]:
+                self.shrink.set()
+            self.change.set()
         elif kind == "lost":
             assert isinstance(message, dict)
-            if not self.group:
-                self._inbox.put(message)
+            self._inbox.put(message)
             self._peer_lost(message["rank"], message["why"])
+        elif kind == "refused" and self._begun:
+            assert isinstance(message, dict)
+            self.way_back = None
+            self._inbox.put(message)
+            self._end_soon(f"the coordinator has refused it: {message['reason']}")
         elif kind != "alive":
             if isinstance(message, bytes) and self._inbox.qsize() > MOST_PIECES:
                 time.sleep(PIECE_PAUSE)  # the disk is slower than the network, which has to wait for it
-            self._begun = self._begun or kind == "begin"
+            if kind == "begin":
+                self._parted = None
+                with self._turn:
+                    self._begun, self._peer_gone = True, None
+                self.change.clear()
+                self.shrink.clear()
             self._inbox.put(message)
 
     def _peer_lost(self, rank: int, why: str) -> None:
-        if self.group:
-            self.group.abort(rank, why)
-        self._end_soon(f"{self.name(rank)} was lost: {why}")
+        with self._turn:
+            self._peer_gone = rank, why
+            if self._group:
+                self._group.abort(rank, why)
+        if not self.goes_on:
+            self._end_soon(f"{self.name(rank)} was lost: {why}")
 
     def on_lost(self, link: ControlLink, why: str) -> None:
         """The coordinator is gone."""
         if self._leaving:
             return
         self._lost = why
-        self._inbox.put(None)
         for answers in list(self._answers.values()):
             answers.put(None)
-        self._end_soon(f"the coordinator at {link.remote} was lost: {why}")
+        what = f"the coordinator at {link.remote} was lost: {why}"
+        if self.goes_on and self._begun and self.way_back:
+            self._outbox.lose_link()
+            self._inbox.put({"kind": "lost", "rank": COORDINATOR, "why": why})  # whoever is at a rendezvous leaves it
+            threading.Thread(target=self._find_back, args=[what], name="andon-return", daemon=True).start()
+            return
+        self._inbox.put(None)
+        self._end_soon(what)
+
+    def _find_back(self, what: str) -> None:
+        """Connect to the coordinator again, as soon as it is back; without it the worker ends."""
+        until = time.monotonic() + RETURN_SECONDS
+        while time.monotonic() < until and not self._leaving:
+            try:
+                assert self.way_back
+                self._new_link = ControlLink(self.way_back(), FROM_COORDINATOR)
+                self._loop.wake()
+                return
+            except (GroupError, OSError):
+                time.sleep(RETRY_SECONDS)
+        self._end_soon(what)
+
+    def _return(self, link: ControlLink) -> None:
+        """The coordinator is back: say who this is, and what was said meanwhile; in the loop's thread."""
+        me = {"host": socket.gethostname(), "machine": machine_id(), "pid": os.getpid(), "rank": self._wanted}
+        generation = self.keys.generation if self.keys else -1
+        link.queue("again", version=VERSION, **me, generation=generation, member=self.rank, folder=self.folder_mark())
+        self._outbox.take_link(link)
+        if self._parted:  # that may have been lost with the link
+            link.queue("part", **self._parted)
+        self.link = link
+        self._loop.add(link)
 
     def _end_soon(self, why: str) -> None:
         def end() -> None:
@@ -216,10 +311,14 @@ class CoordinatorClient:
         """There is nothing but the one link."""
 
     def on_tick(self) -> None:
-        """Nothing is due."""
+        """A connection to a coordinator that is back may be there."""
+        link, self._new_link = self._new_link, None
+        if link:
+            self._return(link)
 
     def on_crash(self, error: Exception) -> None:
-        """As if the coordinator were lost."""
+        """As if the coordinator were lost, and for good."""
+        self.way_back = None
         self.on_lost(self.link, f"{type(error).__name__}: {error}")
 
     def status(self) -> Message:
@@ -238,47 +337,6 @@ class CoordinatorClient:
         finally:
             self._silence = 0.0
             self.send("alive", **self.status())  # from now on it is missed as soon as anyone
-
-
-def join(
-    address: tuple[str, int],
-    token: str,
-    rank: int | None,
-    tls: Tls | None = None,
-    patience: float = 0.0,
-    say: Say = print,
-) -> tuple[Message, CoordinatorClient]:
-    """Connect to the coordinator at an address, wait for it if it is not there yet, and receive its job."""
-    until, waited, refused = time.monotonic() + patience, False, 0
-    while True:
-        try:
-            sock = connect(address, COORDINATOR, Hello(0, 0, 0, "control"), token.encode(), CONNECT_SECONDS, tls)
-            break
-        except NotAuthenticated as error:
-            refused += 1
-            if isinstance(error, Refused) and refused < ATTEMPTS:  # perhaps only because too many knock there
-                time.sleep(RETRY_SECONDS)
-                continue
-            cause = "The token here is not that of this run, or something else listens there"
-            raise UserError(f"The coordinator cannot be joined: {error}", cause, "Copy the run's token again") from None
-        except GroupError as error:
-            if isinstance(error.__cause__, ssl.SSLError):
-                remedy = "Check --tls-ca here and --tls-cert there, or leave TLS out on both sides"
-                raise UserError("TLS with the coordinator failed", str(error.__cause__), remedy) from None
-            if time.monotonic() >= until:
-                raise
-            if not waited:
-                reason = str(error).rpartition(": ")[2]
-                say(f"Waiting up to {patience:.0f} s for the coordinator at {address[0]}:{address[1]} ({reason})")
-                waited = True
-            time.sleep(RETRY_SECONDS)
-    client = CoordinatorClient(sock, token)
-    client.send("hello", version=VERSION, host=socket.gethostname(), machine=machine_id(), pid=os.getpid(), rank=rank)
-    try:
-        return client.receive("job"), client
-    except BaseException:
-        client.close()
-        raise
 
 
 def log(text: str) -> None:

@@ -5,19 +5,28 @@ One frame per message (tag 0x10, then a JSON object with its `kind`); bytes of a
 0x11). The dialogue:
   worker       hello    "here I am: this version, host, machine and process"
   coordinator  job      "this is the whole configuration, and the digest of the data"
+  worker       again    "you have come back, or I have: I am this rank of this generation"   (instead of hello)
   worker       fetch    "I have no data with this digest: send it"
   coordinator  file     "a file of this name and size follows"   (with size -1: that was the last one)
   worker       ready    "I have data with this digest"
-  coordinator  welcome  "you are this rank of so many in this generation; these are the keys of your links"
-                        (or refused, with the reason, at any point before)
-  coordinator  begin    "all ranks are here: these are their hosts, and this is your address"
+  coordinator  welcome  "you will be this rank of so many"   (rank -1: you will know when the next generation begins;
+                        or refused, with the reason, at any point before)
+  coordinator  begin    "this generation begins: you are this rank of so many, these are the hosts of all ranks, your
+                        address, the keys of your links and the star's server; the ledger has recorded this step,
+                        and others may have the run's state (later)"
   worker       value    "my value for this topic of the rendezvous is …"  (addresses, when a group is formed)
   coordinator  values   "these are everyone's values, by rank"
   worker       store    "set, get, check or add to a key of torch's store"
   coordinator  stored   "the answer to that request"
   worker       event    "this happened" (see andon.run.events)
   worker       failed   "I must stop, and this is why"
+  worker       commit   "these steps are committed" (see andon.run.ledger)
+  worker       back     "this generation goes on from the checkpoint of this step"
   coordinator  lost     "this rank is dead"
+  coordinator  change   "somebody waits to join, or so many of you are released: leave the group after this step"
+  worker       part     "I have left the group of this generation, because of this (and of this rank, if it failed),
+                        and wait for the next one"
+  coordinator  end      "there will be no next one" (or, for a worker that is not wanted any more: none with you)
   coordinator  stop     "save and leave after this step"
   worker       bye      "I am done, with this exit code"
   both         alive    "I am here"   (every second; a worker adds what its last step took, and for how many seconds
@@ -57,11 +66,18 @@ MAYBE_INT: Final = (int, type(None))
 FROM_WORKER: Final[dict[str, Fields]] = {
     "alive": {},
     "hello": {"version": str, "host": str, "machine": str, "pid": int, "rank": MAYBE_INT},
+    "again": {
+        **{"version": str, "host": str, "machine": str, "pid": int, "rank": MAYBE_INT},
+        **{"generation": int, "member": int, "folder": str},
+    },
     "fetch": {},
     "ready": {"data": str, "folder": str},
     "value": {"topic": str, "value": str},
     "store": {"id": int, "operation": str, "key": str, "value": str},
     "event": {"event": dict},
+    "commit": {"records": list},
+    "back": {"generation": int, "step": int},
+    "part": {"generation": int, "why": str, "lost": MAYBE_INT},
     "failed": {"what": str, "cause": str, "remedy": str},
     "bye": {"code": int},
 }
@@ -70,11 +86,16 @@ FROM_COORDINATOR: Final[dict[str, Fields]] = {
     "job": {"data": str},
     "file": {"name": str, "size": int},
     "refused": {"reason": str},
-    "welcome": {"rank": int, "world_size": int, "generation": int, "keys": dict},
-    "begin": {"hosts": list, "host": str, "local_rank": int},
+    "welcome": {"rank": int, "world_size": int},
+    "begin": {
+        **{"generation": int, "rank": int, "world_size": int, "recorded": int, "later": int},
+        **{"hosts": list, "host": str, "local_rank": int, "keys": dict, "server": (list, type(None))},
+    },
     "values": {"topic": str, "values": list},
     "stored": {"id": int, "value": str},
     "lost": {"rank": int, "host": str, "why": str},
+    "change": {"released": int},
+    "end": {"released": int},
     "stop": {},
 }
 """What every message of a kind says."""

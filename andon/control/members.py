@@ -8,12 +8,16 @@ from typing import NamedTuple
 from andon.control.link import ControlLink, Message
 from andon.transport.tcp.connect import is_loopback
 
+Place = tuple[str, int | None]
+"""What is the same when a worker is started again: its host, and which of a launcher's workers it is."""
+
 
 class Phase(Enum):
     """How far a worker has come."""
 
     KNOWN = "it knows the token"
     PREPARING = "it has the job and prepares its data"
+    WAITING = "it is ready, and waits for the next generation"
     MEMBER = "it has a rank"
 
 
@@ -30,6 +34,9 @@ class Worker:
     rank: int = -1
     fetches: bool = False
     """Whether it was sent the data."""
+    sees_folder: bool = False
+    since_step: int = 0
+    """The last committed step when it joined."""
     compute_ms: float = 0.0
     """What the last step's forward and backward took."""
 
@@ -37,6 +44,11 @@ class Worker:
         """Take over what it says of itself."""
         self.host, self.machine = hello["host"][:64], hello["machine"][:200]
         self.pid, self.wanted = hello["pid"], hello["rank"]
+
+    @property
+    def place(self) -> Place:
+        """Where it runs."""
+        return self.host, self.wanted
 
     @property
     def name(self) -> str:

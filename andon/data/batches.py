@@ -8,6 +8,7 @@ uses every training window once (F-DP-002).
 """
 
 from typing import Protocol
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,10 @@ class Windows:
         first = (step - 1) * self.slots * self.micro_batch
         return [self._window(first + sample) for sample in interleave(self.slots * self.micro_batch, slot, self.slots)]
 
+    def name(self, window: int) -> int | str:
+        """How a halt names a window."""
+        return window
+
     def validation_windows(self, count: int) -> list[list[int]]:
         """The first held-out windows (training windows if none are held out), by micro-batch."""
         numbers = [self.every * (index + 1) - 1 for index in range(self.held_out)] or list(range(self.training))
@@ -74,10 +79,6 @@ class Batches(Windows):
         """The micro-batch of a slot."""
         return self._stack(self.windows(step, slot))
 
-    def sources(self, step: int, slot: int) -> list[int]:
-        """The windows of a slot, for a halt to name."""
-        return self.windows(step, slot)
-
     def validation(self, count: int) -> list[Batch]:
         """The first held-out windows (training windows if none are held out), in micro-batches."""
         return [self._stack(windows) for windows in self.validation_windows(count)]
@@ -85,6 +86,11 @@ class Batches(Windows):
     def _stack(self, windows: list[int]) -> Batch:
         rows = np.stack([self.source.read(window * self.context, self.context + 1) for window in windows])
         return rows[:, :-1], rows[:, 1:]
+
+
+def checksum(samples: list[int]) -> int:
+    """What a ledger keeps of the samples of a slot."""
+    return crc32(",".join(map(str, samples)).encode())
 
 
 def interleave(count: int, part: int, parts: int) -> range:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from andon.data.sources import Counts, Document, Progress, digests, documents, find_files, quiet, stamp
+from andon.data.sources import Counts, Document, Progress, digests, documents, find_files, kind_of, quiet, stamp
 from andon.data.stories import stories
 from andon.data.token_set import FORMAT, TokenSet
 from andon.data.tokenizer import Tokenizer, sample
@@ -132,7 +132,7 @@ def receive(cache: Path, digest: str, fill: Callable[[Path], object], open_folde
 def _content(corpus: Corpus, files: list[Path], cache: Path, progress: Progress) -> list[str]:
     if files:
         contents = digests(files, cache / "digests.json", progress)
-        return [file.suffix.lower() + digest for file, digest in zip(files, contents, strict=True)]
+        return [kind_of(file) + digest for file, digest in zip(files, contents, strict=True)]
     hasher = blake3()
     for story in stories(corpus.stories_seed, corpus.stories_count):
         hasher.update(story.encode() + b"\0")

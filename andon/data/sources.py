@@ -1,20 +1,23 @@
 """The user's text files, read as a stream of documents in bounded memory.
 
-A *document* is one .txt file, one line of a .jsonl file (field `text`) or one row of a .parquet file (column `text`).
+A *document* is one .txt or .md file, one line of a .jsonl file (field `text`), one element of a .json file (the same),
+or one row of a .parquet file (column `text`). All but .parquet may be compressed (.gz).
 It is read in *pieces* of at most 64 KiB, cut after a newline where there is one and never inside a UTF-8 sequence:
 small pieces keep the encoder's memory small and its threads busy. Invalid UTF-8 becomes U+FFFD and is counted.
 """
 
+import gzip
 import io
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 
@@ -22,7 +25,10 @@ from andon.errors import UserError
 from andon.files import expand, write_whole
 
 PIECE_BYTES = 1 << 16
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+COMPRESSED = (".txt", ".md", ".jsonl", ".json")
+SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", *(f"{suffix}.gz" for suffix in COMPRESSED))
+NAMED_ONLY = (".json", ".json.gz")
+"""In a folder such a file is as often settings as text: it is read if it is named."""
 BOM = b"\xef\xbb\xbf"
 
 Progress = Callable[[str, int, int], None]
@@ -58,7 +64,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     """The text files that files, folders and globs name, sorted, without duplicates."""
     found = sorted(file for path in paths for file in _matches(path))
     for file in found:
-        if file.suffix.lower() not in SUFFIXES:
+        if kind_of(file) not in SUFFIXES:
             cause = f"its name does not end in {', '.join(SUFFIXES)}"
             raise UserError(f"{file} is not a kind of text file that can be read", cause, "Rename or convert it")
         if not os.access(file, os.R_OK):
@@ -76,8 +82,12 @@ def _matches(path: str) -> list[Path]:
     names = [given] if given.exists() else map(Path, glob(str(given), recursive=True))  # noqa: PTH207
     files = [file.absolute() for name in names for file in ([name] if name.is_file() else _walk(name))]
     if not files:
-        cause = f"no such file, or a folder without {', '.join(SUFFIXES)} files"
-        raise UserError(f"No text found at {path}", cause, f"ls -d {path}")
+        what = f"No text found at {path}"
+        if not given.is_dir():
+            raise UserError(what, "There is no such file or folder", f"ls {given.parent}")
+        read = [suffix for suffix in SUFFIXES if suffix not in NAMED_ONLY]
+        cause = f"The folder has no file whose name ends in {', '.join(read)}"
+        raise UserError(what, cause, "Rename the files to NAME.txt; a .json file is read if it is named itself")
     return files
 
 
@@ -88,17 +98,17 @@ def _walk(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(root, name) for name in names if not name.startswith(".")):
-            if file.suffix.lower() in SUFFIXES and file.is_file():
+            if kind_of(file) in SUFFIXES and kind_of(file) not in NAMED_ONLY and file.is_file():
                 yield file
 
 
 def documents(files: Sequence[Path], counts: Counts) -> Iterator[Document]:
     """The documents of these files, piece by piece; `counts` is updated on the way."""
-    readers = {".txt": _txt, ".jsonl": _jsonl, ".parquet": _parquet}
+    readers = {".txt": _txt, ".md": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     for file in files:
         before = counts.read
         with _reading(file):
-            yield from readers[file.suffix.lower()](file, counts)
+            yield from readers[kind_of(file).removesuffix(".gz")](file, counts)
             counts.read = before + file.stat().st_size
 
 
@@ -106,25 +116,45 @@ def _txt(file: Path, counts: Counts) -> Iterator[Document]:
     before = counts.read
     with _open(file) as stream:
         for piece in _pieces(stream, counts):
-            counts.read = before + stream.tell()
+            counts.read = before + _position(stream)
             yield piece
 
 
 def _jsonl(file: Path, counts: Counts) -> Iterator[Document]:
+    before = counts.read
     with _open(file) as stream:
         for number, line in enumerate(stream, 1):
-            counts.read += len(line)
+            counts.read = before + _position(stream)
             if not line.strip():
                 continue
             try:
                 row = json.loads(_decode(line, counts))
             except (ValueError, RecursionError) as error:
                 raise _bad_row(file, f"line {number}", f"it is not JSON: {error}") from error
-            text = row.get("text") if isinstance(row, dict) else None
-            if not isinstance(text, str):
-                raise _bad_row(file, f"line {number}", 'it has no string "text"')
-            # JSON can hold half a surrogate pair, which UTF-8 cannot: it is replaced as invalid.
-            yield from _pieces(io.BytesIO(text.encode("utf-8", "surrogatepass")), counts)
+            yield from _row(row, file, f"line {number}", counts)
+
+
+def _row(row: Any, file: Path, place: str, counts: Counts) -> Iterator[Document]:
+    text = row.get("text") if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise _bad_row(file, place, 'it has no string "text"')
+    # JSON can hold half a surrogate pair, which UTF-8 cannot: it is replaced as invalid.
+    yield from _pieces(io.BytesIO(text.encode("utf-8", "surrogatepass")), counts)
+
+
+def _json(file: Path, counts: Counts) -> Iterator[Document]:
+    """A list of rows, one row, or lines as in a .jsonl file; a list is held in memory as a whole."""
+    with _open(file) as stream:
+        try:
+            found = json.loads(_decode(stream.read(), Counts()))
+        except (ValueError, RecursionError):
+            found = None
+    if found is None:
+        yield from _jsonl(file, counts)
+        return
+    for number, row in enumerate(found if isinstance(found, list) else [found], 1):
+        given = {"text": row} if isinstance(row, str) else row
+        yield from _row(given, file, f"element {number}", counts)
 
 
 def _parquet(file: Path, counts: Counts) -> Iterator[Document]:
@@ -214,23 +244,37 @@ def digest(file: Path, progress: Progress = quiet, done: int = 0, total: int = 0
     return hasher.hexdigest()
 
 
+def kind_of(file: Path) -> str:
+    """How a file is read: its suffix, with that before a .gz."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    return "".join(suffixes[-2:]) if suffixes[-1:] == [".gz"] else "".join(suffixes[-1:])
+
+
+def _position(stream: BinaryIO) -> int:
+    """How much of the file on disk has been read."""
+    on_disk: BinaryIO = getattr(stream, "fileobj", stream)
+    return on_disk.tell()
+
+
 def _open(file: Path) -> BinaryIO:
-    stream = file.open("rb")
+    stream: Any = gzip.GzipFile(file) if kind_of(file).endswith(".gz") else file.open("rb")
     if stream.peek(len(BOM))[: len(BOM)] == BOM:
         stream.seek(len(BOM))
-    return stream
+    opened: BinaryIO = stream
+    return opened
 
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(file, error) from error
 
 
-def _unreadable(file: Path, error: OSError) -> UserError:
-    return UserError(f"{file} cannot be read", error.strerror or str(error), f"ls -l {file}")
+def _unreadable(file: Path, error: Exception) -> UserError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return UserError(f"{file} cannot be read", reason, f"ls -l {file}")
 
 
 def _bad_row(file: Path, place: str, cause: str) -> UserError:

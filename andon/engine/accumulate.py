@@ -19,7 +19,7 @@ from andon.engine.arena import Arena, set_grad_out
 from andon.engine.exchange import Exchange
 from andon.engine.membership import Membership
 from andon.engine.order import Fold
-from andon.transport.base import round_as
+from andon.transport.rows import round_as
 
 OnGradient = Callable[[int, str, Tensor], None]
 """Called with the slot, the parameter's name and its fresh gradient."""

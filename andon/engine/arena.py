@@ -149,15 +149,21 @@ class Arena:
         self._frozen = {name: value for name, value in parameters.items() if not value.requires_grad}
         assert self._parameters.keys() == self.layout.slices.keys()
         self.device = next(iter(self._parameters.values())).device
-        dtype = _common_dtype(self._parameters)
-        self.buffer = (allocate or self.zeros)(self.layout.size * dtype.itemsize // 4).view(dtype)
-        """All weights, without waiting: parts of it may be on their way."""
+        self._dtype = _common_dtype(self._parameters)
+        for parameter in self._parameters.values():
+            parameter.grad_dtype = torch.float32
+        self.move(allocate)
+
+    def move(self, allocate: Callable[[int], Tensor] | None = None) -> None:
+        """Put the weights into other memory: that of a new group."""
+        buffer = (allocate or self.zeros)(self.layout.size * self._dtype.itemsize // 4).view(self._dtype)
         for name, parameter in self._parameters.items():
-            view = self.layout.view(self.buffer, name)
+            view = self.layout.view(buffer, name)
             view.copy_(parameter.data)
             parameter.data, parameter.grad = view, None
-            parameter.grad_dtype = torch.float32
             set_grad_out(parameter, None)
+        self.buffer = buffer
+        """All weights, without waiting: parts of it may be on their way."""
         self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
 
     def check_module(self) -> None:

@@ -25,7 +25,8 @@ from andon.engine.membership import Membership
 from andon.engine.order import Merges
 from andon.integrity.finite import GradientSums, blame_after_reduce, is_finite
 from andon.optim.sharding import Ownership
-from andon.transport.base import TRANSPORTS, round_as
+from andon.transport.base import TRANSPORTS
+from andon.transport.rows import round_as
 
 
 class Passenger(Protocol):

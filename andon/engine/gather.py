@@ -20,11 +20,15 @@ class Gather:
     """Brings every owner's part of the weights to every rank."""
 
     def __init__(self, arena: Arena, membership: Membership, thread: Executor) -> None:
-        self.arena, self.membership, self._thread = arena, membership, thread
-        self._overlap = False
+        self.arena, self._overlap = arena, False
+        self.enter(membership, thread)
+        arena.wait_for_weights = self.wait
+
+    def enter(self, membership: Membership, thread: Executor) -> None:
+        """Gather over another group; what was on its way over the last one no longer is."""
+        self.membership, self._thread = membership, thread
         self._newest: dict[int, Future[None]] = {}
         """The newest gather of each unit; several threads may wait for it."""
-        arena.wait_for_weights = self.wait
 
     def hook(self, module: nn.Module, overlap: bool) -> None:
         """Have the module wait before it computes or is saved; with `overlap` each unit's module for its unit.

@@ -12,18 +12,25 @@ from andon.engine.order import Order, make_order
 from andon.transport.base import Group
 
 
+class MembersChange(Exception):
+    """The step is done, and somebody waits to join: all leave their group and go on as another generation."""
+
+
 @dataclass(frozen=True)
 class Membership:
     """One worker's place in one generation of a run."""
 
     group: Group
     order: Order
-    generation: int = 0
 
     @classmethod
-    def of(cls, group: Group, slots: int, generation: int = 0) -> Membership:
+    def of(cls, group: Group, slots: int) -> Membership:
         """The membership of a group whose ranks share `slots` slots."""
-        return cls(group, make_order(slots, group.world_size), generation)
+        return cls(group, make_order(slots, group.world_size))
+
+    @property
+    def generation(self) -> int:
+        return self.group.generation
 
     @property
     def rank(self) -> int:

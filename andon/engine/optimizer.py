@@ -3,9 +3,12 @@
 No weight changes before every rank has agreed on the verdict, and every rank comes to the same one.
 """
 
+from __future__ import annotations
+
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,14 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from andon.engine.exchange import Passenger
+from andon.engine.membership import Membership
 from andon.engine.parallel import DataParallel
+from andon.engine.recovery.commit import Commit, Settlement, Standing, settle
+from andon.engine.recovery.transfer import share_state
 from andon.errors import EXIT_STOPPED
 from andon.integrity.fingerprint import Fingerprints, compare_replicas
 from andon.integrity.halt import JidokaHalt
 from andon.optim.adamw import AdamWRule
-from andon.optim.base import UpdateRule
+from andon.optim.base import Range, UpdateRule
 from andon.optim.shard_map import Policy
 from andon.optim.sharding import Ownership, Zero
+from andon.transport.base import GroupError
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,13 @@ class Totals:
     """Of the mean gradient, before clipping."""
     bad_units: tuple[tuple[int, str], ...] = ()
     """(rank, unit) of every contribution that was not finite."""
+    committed: bool = True
+    """False: a worker was lost, and `model.steps` gives the step again."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Totals:
+        """From JSON."""
+        return cls(**{**fields, "bad_units": tuple((rank, unit) for rank, unit in fields["bad_units"])})
 
     @property
     def sound(self) -> bool:
@@ -61,8 +75,8 @@ def halt_unless_sound(step: int, totals: Totals) -> bool:
     return True
 
 
-class StopVote:
-    """Whether any rank wants to stop after this step; all learn it with the step's exchange."""
+class Vote:
+    """Whether any rank wants something after this step, such as to stop; all learn it with the step's exchange."""
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self.wanted, self.agreed = wanted, False
@@ -86,21 +100,28 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, model: DataParallel, options: Mapping[str, Any], zero: Zero | Policy = "even") -> None:
         super().__init__(list(model.arena.parameters.values()), dict(options))
         self.model, self.progress = model, model.progress
-        membership, arena = model.membership, model.arena
-        zero = zero if isinstance(zero, Zero) else Zero(zero)
-        self.ownership = Ownership.of(arena.layout, membership.world_size, zero)
-        model.exchange.own(self.ownership)
-        self._updaters = self.ownership
-        if membership.group.mixed and not self.ownership.sharded:
-            self._updaters = Ownership.of(arena.layout, membership.world_size, Zero("even"))
-        self.owned_parts = self.ownership.parts(membership.rank)
-        parts = self.owned_parts + self.ownership.replica_parts(membership.rank)
-        updated = parts if self._updaters is self.ownership else self._updaters.parts(membership.rank)
-        self.rule = self.rule_type(arena, parts, updated)
+        self.zero = zero if isinstance(zero, Zero) else Zero(zero)
+        self.commit = Commit()
+        self.is_new = False
+        """Whether weights and state have yet to come from the other members of the run."""
+        self.goes_on = False
+        """Whether the loss of a worker is for `model.steps` to deal with, and no error."""
+        self.failure: GroupError | None = None
+        """How the group has failed, until `model.steps` has dealt with it."""
+        self.before_redo: Callable[[], None] = lambda: None
+        """Called when the group has failed in a step: what follows on the step is to be undone."""
+        model.optimizer = self
+        self.rule = self.rule_type(model.arena, *self._share_out())
         self.facts = ""
         """What the ranks must agree on besides their bits: configuration, data."""
         self.judge: Judge = halt_unless_sound
-        self.stop = StopVote(membership.group.stop_wanted)
+        self.stop = Vote(lambda: model.membership.group.stop_wanted())
+        self.change = Vote(lambda: model.membership.group.change_wanted())
+        """Whether the members of the run change after this step."""
+        self.shrink = Vote(lambda: model.membership.group.shrink_wanted())
+        """Whether some of them leave then, with their parts of the state."""
+        self.samples: Callable[[], list[int]] = list
+        """Checksums of the samples of each slot of the step, for the run's ledger."""
         self.on_halt: Callable[[JidokaHalt], None] = _nothing
         """Called with a halt before it is raised; the same on every rank."""
         model.before_step = self._leave_if_agreed
@@ -108,8 +129,59 @@ class Optimizer(torch.optim.Optimizer):
             module.register_load_state_dict_post_hook(partial(self._weights_loaded, prefix))
         self.checkpoints: object = None
         """What `andon.save` and `andon.load` keep for it."""
-        self.passengers: list[Passenger] = [self.stop, model.buffers_of_step]
-        self._fingerprints = Fingerprints(arena, self.compared_state)
+        self.passengers: list[Passenger] = [self.stop, self.change, self.shrink]
+        self._fingerprints = Fingerprints(model.arena, self.compared_state)
+        self._clip = 0.0
+
+    def go_on_from(self, step: int) -> None:
+        """Weights, state and progress are those after a step: they were loaded, or are the first ones."""
+        self.rule.updates = self.progress.updates
+        self.commit.go_back(step)
+        self.is_new = False
+
+    def record(self) -> dict[str, Any]:
+        """What the run's ledger says of the last step."""
+        membership = self.model.membership
+        numbers = {"step": self.progress.step, "generation": membership.generation}
+        return {**numbers, "shares": list(membership.order.bounds), "samples": self.samples()}
+
+    def _share_out(self) -> tuple[list[Range], list[Range]]:
+        """Decide who owns what in this generation; the parts whose state this rank keeps, and those it updates."""
+        membership, arena = self.model.membership, self.model.arena
+        self.ownership = Ownership.of(arena.layout, membership.world_size, self.zero)
+        self.model.exchange.own(self.ownership)
+        self._updaters = self.ownership
+        if membership.group.mixed and not self.ownership.sharded:
+            self._updaters = Ownership.of(arena.layout, membership.world_size, Zero("even"))
+        self.owned_parts = self.ownership.parts(membership.rank)
+        parts = self.owned_parts + self.ownership.replica_parts(membership.rank)
+        updated = parts if self._updaters is self.ownership else self._updaters.parts(membership.rank)
+        return parts, updated
+
+    def enter(self, membership: Membership, recorded: int) -> Settlement:
+        """Take part in another generation, with the state that its members have between them; all call it together.
+
+        `recorded` is the last step that the run's ledger has. If the state is lost, a checkpoint has to be loaded."""
+        group = membership.group
+        standing = self.commit.standing(() if self.is_new else self.rule.updated, recorded)
+        told = group.all_gather_bytes(json.dumps(standing.fields()).encode())
+        settled = settle([Standing.of(json.loads(each)) for each in told], self.model.arena.layout.size)
+        if group.rank in settled.late:
+            totals, updated = settled.verdict
+            self._conclude(Totals.of(totals), updated)
+        self.commit.catch_up(settled, group.rank, self.record())
+        self.model.enter(membership)
+        rule, wanted = self.rule, self._share_out()
+        if settled.lost or wanted != (rule.parts, rule.updated):
+            rule = self.rule_type(self.model.arena, *wanted)
+        if not settled.lost:
+            share_state(self.model, settled, self.rule, rule)
+        self.rule, self.is_new = rule, settled.lost
+        rule.updates = self.progress.updates
+        if not settled.lost:
+            prints = group.all_gather_bytes(self._fingerprints.take(f"{self.progress} {self.facts}"))
+            self._fingerprints.compare(self.progress.step, prints)
+        return settled
 
     def _leave_if_agreed(self) -> None:
         """Before a step: if a stop was asked for, end the process; `andon.load` and `andon.save` see to it first."""
@@ -162,24 +234,34 @@ class Optimizer(torch.optim.Optimizer):
         `clip` is the largest norm of the mean gradient; 0: it is not clipped."""
         if not isinstance(clip, int | float):
             raise TypeError("step takes no closure: `clip` is the largest norm of the gradient")
+        if self.failure:
+            raise self.failure
         try:
             return self._step(clip)
         except JidokaHalt as halt:
             self.on_halt(halt)
             raise
+        except GroupError as failure:
+            if not self.goes_on:
+                raise
+            self.failure = failure
+            self.before_redo()
+            return Totals(math.nan, 0, math.nan, committed=False)
 
     def _step(self, clip: float) -> Totals:
         model, step = self.model, self.progress.step + 1
+        self.commit.begin()
+        self._clip = clip
         with model.phases("fingerprint"):  # while the last units are exchanged
             fingerprints = self._take_fingerprints(f"{step} {self.options} {clip} {self.facts}")
         with model.phases("exchange"):
-            totals, everyone = self._reduce(fingerprints)
-            self._compare(step, everyone)
+            totals = self._reduce(step, fingerprints)
         updated = self.judge(step, totals)
-        if updated:
-            with model.phases("optimizer"):
-                self._update(totals, clip)
-        model.end_step(totals.loss, totals.tokens, updated)
+        with model.phases("optimizer"):
+            self._conclude(totals, updated)
+            self.commit.decide([asdict(totals), updated], self.record())
+            if updated:
+                self._distribute()
         return totals
 
     def _take_fingerprints(self, facts: str) -> bytes:
@@ -187,23 +269,27 @@ class Optimizer(torch.optim.Optimizer):
             return b""
         return self._fingerprints.take(facts, self.model.buffers_of_step.fingerprint())
 
-    def _reduce(self, fingerprints: bytes) -> tuple[Totals, list[bytes]]:
-        """Wait for the exchange and agree on what the step came to; also gives all ranks' fingerprints."""
+    def _reduce(self, step: int, fingerprints: bytes) -> Totals:
+        """Wait for the exchange, compare what all ranks hold, and agree on what the step came to."""
         exchange, gradients = self.model.exchange, self.model.gradients
         slots = gradients.end_step()
         bad = exchange.wait()
         losses = [(each.slot, each.loss.item(), each.count) for each in slots]
-        everyone = exchange.tell([bad, losses, [each.status() for each in self.passengers], fingerprints.hex()])
+        passengers: list[Passenger] = [self.model.buffers_of_step, *self.passengers]
+        everyone = exchange.tell([bad, losses, [each.status() for each in passengers], fingerprints.hex()])
+        for index, passenger in enumerate(passengers):
+            passenger.receive([statuses[index] for _, _, statuses, _ in everyone])
+        self._compare(step, [bytes.fromhex(prints) for *_, prints in everyone])
+        self.model.buffers_of_step.gather()
+        self.commit.enter_last_exchange()
         records = sorted(tuple(record) for _, of_rank, *_ in everyone for record in of_rank)
         tokens = sum(count for _, _, count in records)
         norm = exchange.norm() / max(1, tokens)
         bad_units = tuple((rank, unit) for rank, (units, *_) in enumerate(everyone) for unit in units)
         if not math.isfinite(norm):
             bad_units = exchange.blame(bad_units, gradients.rows)
-        for index, passenger in enumerate(self.passengers):
-            passenger.receive([statuses[index] for _, _, statuses, _ in everyone])
         loss = sum(loss for _, loss, _ in records) / max(1, tokens)
-        return Totals(loss, tokens, norm, bad_units), [bytes.fromhex(prints) for *_, prints in everyone]
+        return Totals(loss, tokens, norm, bad_units)
 
     def _compare(self, step: int, everyone: list[bytes]) -> None:
         """Halt on every rank if any rank holds other bits than it should (C-DDP-001)."""
@@ -217,10 +303,15 @@ class Optimizer(torch.optim.Optimizer):
                 self.model.membership.group, step, [flat[:owned] for flat in state], [flat[owned:] for flat in state]
             )
 
-    def _update(self, totals: Totals, clip: float) -> None:
-        """The update rule on the mean gradient, clipped to a global norm; owners send what they have updated."""
-        scale = totals.tokens * max(1.0, totals.norm / clip if clip else 1.0)
-        self.rule.update(self.model.gradients.rows[0], scale, self.options)
+    def _conclude(self, totals: Totals, updated: bool) -> None:
+        """The step has its verdict: the update rule on the mean gradient, clipped to a global norm. It needs nobody."""
+        if updated:
+            scale = totals.tokens * max(1.0, totals.norm / self._clip if self._clip else 1.0)
+            self.rule.update(self.model.gradients.rows[0], scale, self.options)
+        self.model.end_step(totals.loss, totals.tokens, updated)
+
+    def _distribute(self) -> None:
+        """Owners send what they have updated."""
         self.model.gather.begin(self._updaters)
         if self._updaters is not self.ownership:
             for flat in self.rule.state.values():

@@ -5,7 +5,7 @@ Only parameters that require gradients take part, so a LoRA model exchanges its 
 on every rank. A module whose parameters are bf16 is trained on an f32 master, taken from them when it is handed over.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -19,10 +19,12 @@ from andon.engine.gather import Gather
 from andon.engine.membership import Membership
 from andon.engine.phases import Phases
 from andon.engine.progress import Progress
+from andon.engine.recovery.steps import StepEnder, steps
 from andon.engine.slots import Buffers, Slots, seed_generators
 from andon.integrity.fingerprint import WIDTH, as_bytes, blame_by_majority
 from andon.integrity.halt import JidokaHalt
 from andon.transport.base import Group
+from andon.transport.changing import ChangingGroup
 
 
 class DataParallel(nn.Module):
@@ -42,22 +44,46 @@ class DataParallel(nn.Module):
         self.progress = Progress()
         self.membership = Membership.of(group, slots)
         self.phases = Phases()
+        self.optimizer: StepEnder | None = None
         self.before_step: Callable[[], None] = _nothing
         """Called before the first slot of every step."""
-        _compare_what_is_not_trained(module, group)
-        on_cpu = next(module.parameters()).device.type == "cpu"
-        self.arena = Arena(module, (lambda size: group.allocate(1, size)[0]) if on_cpu else None)
+        self.frozen = _compare_what_is_not_trained(module, group)
+        """BLAKE3 of the parameters that are not trained; empty if all are."""
+        self.arena = Arena(module, self._memory())
         group.broadcast(self.arena.weights, src=0)
-        self.exchange = Exchange(self.arena, self.membership)
-        self.gradients = Accumulator(self.arena, self.membership, self.exchange)
-        self.buffers_of_step = Buffers(module, self.membership)
+        self._connect()
         self.gather = Gather(self.arena, self.membership, self.exchange.thread)
         self.gather.hook(module, overlap_gather)
+        module.register_forward_pre_hook(lambda *_: self._begin_if_due())
+
+    def _memory(self) -> Callable[[int], Tensor] | None:
+        """Where the weights lie: on the CPU where the transport exchanges best."""
+        group = self.membership.group
+        on_cpu = next(self.module.parameters()).device.type == "cpu"
+        return (lambda size: group.allocate(1, size)[0]) if on_cpu else None
+
+    def _connect(self) -> None:
+        """All that depends on the membership, and on nothing else."""
+        group = self.membership.group
+        self.exchange = Exchange(self.arena, self.membership)
+        self.gradients = Accumulator(self.arena, self.membership, self.exchange)
+        self.buffers_of_step = Buffers(self.module, self.membership)
         self._slot: int | None = None
         """The slot that has begun."""
-        module.register_forward_pre_hook(lambda *_: self._begin_if_due())
         group.before_close.append(self.close)
         group.exchanging = True
+
+    def enter(self, membership: Membership) -> None:
+        """Take part in another generation; all its members call it together. The step begins again."""
+        on_gradient = self.gradients.on_gradient
+        self._disconnect()
+        self.membership = membership
+        self.arena.wait_for_weights = _nothing
+        self.arena.move(self._memory())
+        self._connect()
+        self.gradients.on_gradient = on_gradient
+        self.gather.enter(membership, self.exchange.thread)
+        self.arena.wait_for_weights = self.gather.wait
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own forward."""
@@ -81,6 +107,8 @@ class DataParallel(nn.Module):
     def _begin(self, slot: int) -> None:
         """A slot begins: what it computes depends on seed, step and slot, and on nothing before it."""
         if not self.gradients.losses:
+            if isinstance(self.membership.group, ChangingGroup) and self.membership.group.joins:
+                raise ValueError("a worker joins this run, which needs `for step in model.steps(start, end)`")
             self.before_step()
             self.arena.check_module()
             self.phases.begin(self.progress.step + 1)
@@ -98,6 +126,15 @@ class DataParallel(nn.Module):
             self.buffers_of_step.commit()
         self.progress.committed(loss, tokens, updated)
         self._slot = None
+
+    def steps(self, start: int, end: int) -> Iterator[int]:
+        """The steps of a training loop, as `range(start, end)` counts them, through the loss and arrival of workers.
+
+        A step that was not committed because a worker was lost is given again, and a worker that joins begins where the
+        others are. `optimizer.step` must be called once in every step."""
+        if self.optimizer is None:
+            raise ValueError("the model has no optimizer yet: make one first, such as andon.AdamW(model)")
+        return steps(self.optimizer, start, end)
 
     @property
     def group(self) -> Group:
@@ -122,25 +159,35 @@ class DataParallel(nn.Module):
         try:
             self.arena.wait_for_weights()
         finally:
-            self.exchange.close()
-            self.gradients.close()
-            group = self.membership.group
-            group.exchanging = False
-            if self.close in group.before_close:
-                group.before_close.remove(self.close)
+            self._disconnect()
+
+    def part(self) -> None:
+        """Leave the generation, whatever has become of its group; `enter` is what follows."""
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self.exchange.close()
+        self.gradients.close()
+        group = self.membership.group
+        group.exchanging = False
+        if self.close in group.before_close:
+            group.before_close.remove(self.close)
 
 
-def _compare_what_is_not_trained(module: nn.Module, group: Group) -> None:
-    """Halt if a frozen parameter or a buffer is not the same on every rank: nothing would ever make it so."""
-    tensors: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if not each.requires_grad}
-    tensors.update(module.named_buffers())
-    prints = [blake3(repr([(name, value.shape, value.dtype) for name, value in tensors.items()]).encode())]
-    prints += [blake3(as_bytes(value)) for value in tensors.values()]
-    everyone = group.all_gather_bytes(b"".join(each.digest(WIDTH) for each in prints))
+def _compare_what_is_not_trained(module: nn.Module, group: Group) -> str:
+    """Halt if a frozen parameter or a buffer is not the same on every rank: nothing would ever make it so. Gives the
+    digest of the frozen parameters."""
+    frozen: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if not each.requires_grad}
+    tensors = frozen | dict(module.named_buffers())
+    prints = [blake3(repr([(name, value.shape, value.dtype) for name, value in tensors.items()]).encode()).digest()]
+    prints += [blake3(as_bytes(value)).digest() for value in tensors.values()]
+    everyone = group.all_gather_bytes(b"".join(each[:WIDTH] for each in prints))
     for index, name in enumerate(["the names of frozen parameters", *tensors]):
         found = [of_rank[index * WIDTH : (index + 1) * WIDTH] for of_rank in everyone]
         if len(set(found)) > 1:
             raise JidokaHalt(1, f"{name} is not trained, and differs{blame_by_majority(found)}", sound=False)
+    named = b"".join(name.encode() + digest for name, digest in zip(frozen, prints[1:], strict=False))
+    return blake3(named).hexdigest() if frozen else ""
 
 
 def _nothing() -> None:

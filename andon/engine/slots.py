@@ -57,7 +57,7 @@ class Buffers:
         """Those that forward has ever changed on any rank, in the order of names."""
         self._before: dict[str, Tensor] = {}
         self._after: dict[int, dict[str, Tensor]] = {}
-        self._all_compared = False
+        self._all_compared, self._gathered = False, b""
         self._modules = list(module.named_modules())  # finding them takes as long as a small step's exchange
         for _, buffer, _ in self._registered():
             if any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
@@ -98,18 +98,21 @@ class Buffers:
         self.changing = sorted({*self.changing, *(name for names in statuses for name in names)})
         self._all_compared = True
 
+    def gather(self) -> None:
+        """Bring what all slots have left in the buffers that changed to every rank, before the verdict."""
+        if not self.changing:
+            return
+        slots = [self._after.get(slot, {}) for slot in self.membership.slots]
+        mine = b"".join(as_bytes(after.get(name, self._before[name])) for after in slots for name in self.changing)
+        self._gathered = b"".join(self.membership.group.all_gather_bytes(mine))
+
     @torch.no_grad()
     def commit(self) -> None:
         """The step counts: give every buffer that changed its mean over all slots."""
         if not self.changing:
             return
-        slots = [self._after.get(slot, {}) for slot in self.membership.slots]
-        mine = b"".join(as_bytes(after.get(name, self._before[name])) for after in slots for name in self.changing)
-        everyone = torch.frombuffer(
-            bytearray(b"".join(self.membership.group.all_gather_bytes(mine))), dtype=torch.uint8
-        )
         found = {name: buffer for name, buffer, _ in self._registered()}
-        pieces = self._cut(everyone)
+        pieces = self._cut(torch.frombuffer(bytearray(self._gathered), dtype=torch.uint8))
         for name in self.changing:
             found[name].copy_(_mean(self._before[name], [slot[name] for slot in pieces]))
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from andon.checkpoint.checkpointer import Checkpointer
-from andon.data.batches import NO_TARGET
+from andon.data.batches import NO_TARGET, checksum
+from andon.engine.membership import Membership
 from andon.engine.optimizer import Optimizer, Totals
+from andon.engine.recovery.commit import Settlement
 from andon.integrity.halt import Finding, Flaw, JidokaHalt, find_flaw, share_findings
 
 IntArray = npt.NDArray[np.int64]
@@ -32,8 +34,12 @@ class BatchSource(Protocol):
         """Inputs and targets."""
         ...
 
-    def sources(self, step: int, slot: int) -> Sequence[int | str]:
-        """Where the samples come from, for a halt to name: numbers of windows, or lines of a file."""
+    def windows(self, step: int, slot: int) -> list[int]:
+        """The numbers of the samples."""
+        ...
+
+    def name(self, window: int) -> int | str:
+        """How a halt names a sample: the number of a window, or the line of a file."""
         ...
 
 
@@ -48,6 +54,20 @@ class StepSettings:
     skips_allowed: int = 0
     """How many steps in a row may be skipped because a gradient was not finite; the next one halts."""
     autocast: torch.dtype | None = None
+
+
+class SamplesOfStep:
+    """A checksum of the samples of each slot; all ranks learn all of them with the step's exchange."""
+
+    def __init__(self) -> None:
+        self.mine: list[int] = []
+        self.everyone: list[int] = []
+
+    def status(self) -> list[int]:
+        return self.mine
+
+    def receive(self, statuses: Sequence[list[int]]) -> None:
+        self.everyone = [each for of_rank in statuses for each in of_rank]
 
 
 class Trainer:
@@ -65,7 +85,9 @@ class Trainer:
         self.stop = optimizer.stop
         self.loss: Callable[[Tensor, Tensor], Tensor] = self.model
         self.on_step: Callable[[Totals], None] = lambda totals: None
-        optimizer.judge = self.judge
+        self._samples = SamplesOfStep()
+        optimizer.judge, optimizer.samples = self.judge, lambda: self._samples.everyone
+        optimizer.passengers += [self.model.phases, self._samples]
         if checkpointer:
             optimizer.passengers.append(checkpointer)
 
@@ -77,9 +99,11 @@ class Trainer:
     def train_step(self) -> Totals:
         """One step: slots, exchange, verdict, update, and a save where one is due."""
         step, model = self.progress.step + 1, self.model
+        self._samples.mine = []
         for slot in model.slots:
             arrays = self.batches(step, slot)
             x, y = self.on_device(arrays)
+            self._samples.mine.append(checksum(self.batches.windows(step, slot)))
             with model.phases("forward"), self.autocast():
                 loss = self.loss(x, y)
             with model.phases("backward"):
@@ -89,8 +113,22 @@ class Trainer:
         totals = self.optimizer.step(self.settings.clip)
         self.on_step(totals)
         if self.checkpointer:
-            self.checkpointer.after(step, last=self.is_last)
+            with model.phases("save"):
+                self.checkpointer.after(step, last=self.is_last)
         return totals
+
+    def enter(self, membership: Membership, recorded: int) -> Settlement:
+        """Go on in another generation; all its members call it together. See `Optimizer.enter`."""
+        settled = self.optimizer.enter(membership, recorded)
+        if self.checkpointer:
+            self.checkpointer.enter()
+        return settled
+
+    def part(self) -> None:
+        """Leave the generation, whatever has become of its group."""
+        if self.checkpointer:
+            self.checkpointer.close()
+        self.model.part()
 
     @property
     def is_last(self) -> bool:
@@ -131,8 +169,8 @@ class Trainer:
         return bad or list(range(len(x)))
 
     def _finding(self, step: int, slot: int | None, unit: str, flaw: Flaw, rows: Sequence[int] = ()) -> Finding:
-        sources = [] if slot is None else self.batches.sources(step, slot)
-        samples = [sources[row] for row in rows]
+        windows = [] if slot is None else self.batches.windows(step, slot)
+        samples = [self.batches.name(windows[row]) for row in rows]
         rank, host = self.model.membership.rank, socket.gethostname()
         return Finding(**asdict(flaw), rank=rank, host=host, slot=slot, samples=samples, unit=unit)
 

@@ -1,24 +1,24 @@
-"""From a configuration to a trainer: the parts of a fine-tuning run. The step is that of `andon train`."""
+"""From a configuration to one rank's fine-tuning. The step is that of `andon train`."""
 
 import json
+from collections.abc import Mapping
 from socket import gethostname
 from typing import Any, Final
 
 import torch
+from torch import nn
 
-from andon.checkpoint.store import weights_blake3
 from andon.config.finetune import FinetuneConfig
-from andon.engine.optimizer import Optimizer
+from andon.engine.parallel import DataParallel
 from andon.engine.trainer import Trainer
 from andon.errors import UserError
 from andon.finetune.base import Base
 from andon.finetune.loop import FineTuning
 from andon.finetune.model import build_model
 from andon.finetune.samples.sample_set import SampleBatches, SampleSet
-from andon.finetune.task import Learning
-from andon.run.build import build_checkpointer, build_optimizer, inject, step_settings
+from andon.run.build import Builder
 from andon.run.events import Emit
-from andon.transport.base import Group
+from andon.run.loop import Books
 
 TOKENIZER_TEXTS: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -27,43 +27,36 @@ TOKENIZER_TEXTS: Final = (
 """Files of a tokenizer that a checkpoint of all weights takes along."""
 
 
-def build_finetuning(
-    config: FinetuneConfig, samples: SampleSet, group: Group, device: torch.device, emit: Emit
-) -> FineTuning:
-    """The fine-tuning of one rank; only rank 0 emits events."""
-    base = open_base(config, group.rank)
-    model = build_model(base, samples.task, samples.labels, config.lora, config.seed).to(device)
-    optimizer = build_optimizer(config, model, group, overlap=False)
-    optimizer.facts = f"{config.determinism_key} {samples.digest}"
-    files = {} if config.lora.rank else hub_files(model, base)
-    checkpointer = build_checkpointer(config, optimizer, samples.digest, files, emit, frozen_digest(optimizer))
-    trainer = Trainer(optimizer, SampleBatches(samples, config), step_settings(config, device), checkpointer)
-    learning = Learning(model, samples.task, base.padding)
-    trainer.loss = learning.loss
-    optimizer.passengers.append(learning.accuracy)
-    if config.fault:
-        inject(config, optimizer)
-    return FineTuning(config, samples, trainer, learning, base, emit)
+class FineTuningBuilder(Builder):
+    """Builds one rank's fine-tuning; every worker reads the model's folder."""
 
+    def __init__(self, config: FinetuneConfig, samples: SampleSet) -> None:
+        super().__init__(config, samples)
+        self.config, self.samples = config, samples
+        try:
+            self.base = Base(config.model)
+        except UserError as error:
+            raise UserError(f"{gethostname()}: {error.what}", error.cause, error.remedy) from None
 
-def hub_files(model: Any, base: Base) -> dict[str, str]:
-    """What makes a checkpoint of all weights a model folder, which `transformers` loads."""
-    fields = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    found = (base.folder / name for name in TOKENIZER_TEXTS)
-    texts = {file.name: file.read_text(encoding="utf-8") for file in found if file.is_file()}
-    return {"config.json": json.dumps(fields, indent=2, default=str) + "\n", **texts}
+    def model(self, device: torch.device, reads_weights: bool = True) -> nn.Module:
+        """The model of the folder, with what is new from the seed."""
+        samples = self.samples
+        return build_model(self.base, samples.task, samples.labels, self.config.lora, self.config.seed).to(device)
 
+    def batches(self) -> SampleBatches:
+        """Samples, each of them padded to the longest of its slot."""
+        return SampleBatches(self.samples, self.config)
 
-def open_base(config: FinetuneConfig, rank: int) -> Base:
-    """The model's folder, which every worker reads; an error names the one that cannot."""
-    try:
-        return Base(config.model)
-    except UserError as error:
-        raise UserError(f"Rank {rank} on {gethostname()}: {error.what}", error.cause, error.remedy) from None
+    def files(self, model: DataParallel) -> Mapping[str, str]:
+        """Those of a whole model; none if only adapters are trained."""
+        if self.config.lora.rank:
+            return {}
+        module: Any = model.module
+        fields = {**module.config.to_dict(), "architectures": [type(module).__name__]}
+        found = (self.base.folder / name for name in TOKENIZER_TEXTS)
+        texts = {file.name: file.read_text(encoding="utf-8") for file in found if file.is_file()}
+        return {"config.json": json.dumps(fields, indent=2, default=str) + "\n", **texts}
 
-
-def frozen_digest(optimizer: Optimizer) -> str:
-    """BLAKE3 of the weights that are not trained; empty if there are none."""
-    trained, module = optimizer.model.arena.parameters, optimizer.model.module
-    frozen = {name: value for name, value in module.named_parameters() if name not in trained}
-    return weights_blake3(frozen) if frozen else ""
+    def loop(self, trainer: Trainer, emit: Emit, books: Books | None = None) -> FineTuning:
+        """The loop over the steps of a trainer."""
+        return FineTuning(self.config, self.samples, self.base, trainer, emit, books)

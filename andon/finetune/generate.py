@@ -6,13 +6,21 @@ from typing import Any
 
 import torch
 
+from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.errors import UserError
 from andon.finetune.answer import Answering
 from andon.finetune.base import SORTER, Base
 from andon.finetune.model import labels_of, load_adapter, load_weights
+from andon.finetune.result import RESULTS
 
 LENGTH = 256
 """Tokens of a text, unless told otherwise."""
+
+
+def result_of(folder: Path) -> Path:
+    """The adapter or the model that a fine-tuning run has given; any other folder is itself."""
+    found = [folder / name for name in RESULTS if (folder / name / MANIFEST).is_file()]
+    return found[0] if found else folder
 
 
 def is_for_transformers(folder: Path) -> bool:

@@ -1,35 +1,69 @@
 """The loop of a fine-tuning run: accuracy, answers before and after, and the result in its folder."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from andon.config.finetune import FinetuneConfig
+from andon.engine.recovery.commit import Settlement
 from andon.engine.trainer import Trainer
 from andon.finetune.answer import Answering
 from andon.finetune.base import Base
+from andon.finetune.model import build_model
 from andon.finetune.result import write_result
 from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 from andon.finetune.task import Learning
 from andon.run.events import Emit, event
-from andon.run.loop import Loop, while_others_wait
+from andon.run.loop import LONGEST_TEXT, Books, Loop, while_others_wait
 
 
 class FineTuning(Loop):
-    """One rank's fine-tuning run."""
+    """One rank's fine-tuning."""
 
     def __init__(
-        self, config: FinetuneConfig, samples: SampleSet, trainer: Trainer, learning: Learning, base: Base, emit: Emit
+        self,
+        config: FinetuneConfig,
+        samples: SampleSet,
+        base: Base,
+        trainer: Trainer,
+        emit: Emit,
+        books: Books | None = None,
     ) -> None:
-        super().__init__(config, samples.digest, trainer, emit)
-        self.config, self.samples, self.learning, self.base = config, samples, learning, base
-        self.answering = Answering(trainer.model.module, base, samples.task, samples.labels)
+        super().__init__(config, samples.digest, trainer, emit, books)
+        self.config, self.samples, self.base = config, samples, base
+        module = trainer.model.module
+        self.learning = Learning(module, samples.task, base.padding, trainer.progress)
+        self.answering = Answering(module, base, samples.task, samples.labels)
+        trainer.loss = self.learning.loss
+        trainer.optimizer.passengers.append(self.learning.accuracy)
 
-    def step_facts(self) -> dict[str, Any]:
+    def set_first_weights(self) -> None:
+        """Those of the model's folder, and what is new from the seed."""
+        samples = self.samples
+        fresh = build_model(self.base, samples.task, samples.labels, self.config.lora, self.config.seed)
+        first = dict(fresh.named_parameters())
+        for name, value in self.trainer.model.arena.parameters.items():
+            value.data.copy_(first[name])
+
+    def go_on(self, settled: Settlement, recorded: int, since: float) -> None:
+        """A step that was not committed is done again, and so are its answers."""
+        self.learning.accuracy.forget()
+        super().go_on(settled, recorded, since)
+
+    def step_facts(self, tokens_per_s: float) -> dict[str, Any]:
         """Right answers of the step, over all ranks."""
-        accuracy = self.learning.accuracy
-        share = accuracy.correct / max(1, accuracy.total)
-        return {"correct": accuracy.correct, "total": accuracy.total, "accuracy": share}
+        return self.learning.accuracy.of(self.trainer.progress.step)
+
+    def texts(self, samples: Sequence[int | str]) -> dict[str, str]:
+        """What samples ask and what they answer, by file and line."""
+        found = {str(place): self.samples.find(str(place)) for place in samples}
+        read = {
+            name: self.samples.texts(number, self.base.tokenizer)
+            for name, number in found.items()
+            if number is not None
+        }
+        return {name: f"{text} → {answer}"[:LONGEST_TEXT] for name, (text, answer) in read.items()}
 
     def before_first_step(self) -> None:
         """How good the model is before it learns, and its answers to held-out samples."""

@@ -14,6 +14,7 @@ from andon.errors import UserError
 from andon.finetune.base import Base
 from andon.finetune.samples.sample_set import SampleBatches, SampleSet, steps_of
 from andon.finetune.samples.tokenize import prepare_samples
+from andon.run.plan import cost_of_a_loss
 
 if TYPE_CHECKING:
     from andon.finetune.size import Sizes
@@ -60,6 +61,7 @@ def show_plan(console: Console, config: FinetuneConfig) -> None:
     table.add_row("run", f"{train.steps:,} steps · seed {config.seed}")
     shared = f"{config.workers} × {config.threads} thread{'s' if config.threads > 1 else ''}"
     table.add_row("workers", f"{shared} · transport {config.group.transport} · device {config.device}")
+    table.add_row("a loss", cost_of_a_loss(config))
     table.add_row("folder", escape(str(config.run.dir)))
     panel = Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False)
     console.print(panel if console.is_terminal else table)

@@ -20,6 +20,8 @@ from andon.finetune.base import Base
 from andon.finetune.model import import_peft, load_adapter
 from andon.finetune.samples.sample_set import SampleSet
 
+RESULTS: Final = ("adapter", "model")
+"""Where a run's folder has its result."""
 SAMPLING: Final = "generation_config.json"
 ONE_FILE: Final = "100000GB"
 
@@ -33,7 +35,7 @@ def write_result(run: Path, model: nn.Module, base: Base, samples: SampleSet, st
         (_write_adapter if adapted else _write_model)(model, base, folder)
         _write_state(folder, {**facts, "model": str(base.folder)})
 
-    return publish(run / ("adapter" if adapted else "model"), write, state["step"])
+    return publish(run / RESULTS[0 if adapted else 1], write, state["step"])
 
 
 def merge(adapter: Path, out: Path | None) -> Path:

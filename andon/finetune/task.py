@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from andon.config.finetune import Task
 from andon.data.batches import NO_TARGET, Batch
+from andon.engine.progress import Progress
 from andon.transport.base import Group
 
 PART = struct.Struct("<IdQQ")  # micro-batch, summed loss, right answers, answers
@@ -36,9 +37,9 @@ class Score(NamedTuple):
 class Learning:
     """Computes the loss of a model on batches of one task, and counts right answers on the way."""
 
-    def __init__(self, model: nn.Module, task: Task, padding: int) -> None:
+    def __init__(self, model: nn.Module, task: Task, padding: int, progress: Progress) -> None:
         self.model, self.task, self.padding = model, task, padding
-        self.accuracy = Accuracy()
+        self.accuracy = Accuracy(progress)
         self._keeps = keeps_logits(model)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -93,16 +94,28 @@ def keeps_logits(model: nn.Module) -> bool:
 
 
 class Accuracy:
-    """The right answers of a step, over all ranks: a passenger of the step's exchange."""
+    """The right answers of each step, over all ranks: a passenger of the step's exchange."""
 
-    def __init__(self) -> None:
-        self.correct, self.total = 0, 0
-        """Of the last step."""
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._seen: list[tuple[Tensor, Tensor]] = []
+        self._steps: dict[int, tuple[int, int]] = {}
+        """By step: right answers, and all; of the step that is committed and the next."""
+
+    def of(self, step: int) -> dict[str, float]:
+        """What is known of a step."""
+        if step not in self._steps:  # this rank was not there yet
+            return {}
+        correct, total = self._steps[step]
+        return {"correct": correct, "total": total, "accuracy": correct / max(1, total)}
 
     def count(self, right: Tensor, y: Tensor) -> None:
         """A slot's right answers; they stay on their device until the step ends."""
         self._seen.append((right, (y != NO_TARGET).sum()))
+
+    def forget(self) -> None:
+        """The step is done again from its first slot."""
+        self._seen = []
 
     def status(self) -> list[int]:
         """Right answers and answers of this rank's slots."""
@@ -111,5 +124,6 @@ class Accuracy:
 
     def receive(self, statuses: Sequence[Sequence[int]]) -> None:
         """Those of all ranks."""
-        self.correct = sum(right for right, _ in statuses)
-        self.total = sum(count for _, count in statuses)
+        done = self._progress.step
+        self._steps = {step: answers for step, answers in self._steps.items() if step == done}
+        self._steps[done + 1] = sum(right for right, _ in statuses), sum(count for _, count in statuses)

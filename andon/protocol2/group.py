@@ -27,17 +27,8 @@ from andon.protocol2.link import Move
 from andon.protocol2.wire.dialogue import BLOCK, COMPONENT, Part
 from andon.protocol2.wire.messages import JoinRequest
 from andon.transport.address import address_text
-from andon.transport.base import (
-    GroupError,
-    Rendezvous,
-    Settings,
-    Units,
-    check_bounds,
-    first_row,
-    one_node_each,
-    round_as,
-    rows_of,
-)
+from andon.transport.base import GroupError, Rendezvous, Settings, Units
+from andon.transport.rows import check_bounds, first_row, one_node_each, round_as, rows_of
 from andon.transport.tcp.encoding import add, on_host
 from andon.transport.tcp.frames import MAX_FRAME, Broken, Floats
 from andon.transport.tcp.ring import RingGroup

@@ -1,43 +1,23 @@
-"""What a user sees of a run: plan, progress, samples, halt, end; plain lines without a terminal."""
+"""What a user sees of a run while it lasts: progress, samples, notes; plain lines without a terminal. And errors."""
 
-import shlex
 import time
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 
-from andon.config.schema import Config, RunSettings
+from andon.config.schema import RunSettings
 from andon.errors import UserError, harmless
+from andon.run.ending import first_causes, show_halt, show_summary
 from andon.run.events import Event
-from andon.run.plan import Memory, make_plan
 from andon.run.terminal import Terminal
 
+OF_STEPS = ("loss", "accuracy", "tokens/s", "answers/s", "lr", "grad norm")
+OF_TESTS = ("validation", "valid stories")
 PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
-
-
-def human_bytes(count: float) -> str:
-    """Bytes with a unit."""
-    return _human(count, (" B", " KB", " MB", " GB", " TB"))
-
-
-def human_count(count: float) -> str:
-    """A count with a unit."""
-    return _human(count, ("", "K", "M", "B", "T"))
-
-
-def _human(count: float, units: tuple[str, ...]) -> str:
-    for unit in units[:-1]:
-        if count < 1000:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}{units[-1]}"
 
 
 def byte_progress(console: Console) -> Progress:
@@ -50,34 +30,6 @@ def show_error(console: Console, error: UserError) -> None:
     """Three lines: what happened, the likely cause, what to try."""
     for style, line in (("bold red", error.what), ("", error.cause), ("bold", error.remedy)):
         console.print(harmless(line), style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-
-def show_plan(console: Console, config: Config) -> None:
-    """Print the plan of a run."""
-    plan, train, shape = make_plan(config), config.train, config.shape
-    table = Table.grid(Column(style="bold"), "", padding=(0, 2))
-    width = f"{shape.layers} blocks of width {shape.hidden}"
-    name = escape(config.model.source) or config.model.preset
-    table.add_row("model", f"{name} · {human_count(plan.parameters)} parameters · {width}")
-    table.add_row("data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}")
-    batch = f"{train.slots} slots × {train.micro_batch} windows × {train.context} tokens"
-    table.add_row("step", f"{plan.tokens_per_step:,} tokens = {batch}")
-    table.add_row("run", f"{train.steps:,} steps · {human_count(plan.tokens)} tokens · seed {config.seed}")
-    shared = f"{config.workers} × {config.threads} thread{'s' if config.threads > 1 else ''}"
-    table.add_row("workers", f"{shared} · transport {config.group.transport} · device {config.device}")
-    table.add_row("memory", f"about {human_bytes(plan.memory.total)} a worker: {_parts(plan.memory)}")
-    if plan.sent:
-        table.add_row("traffic", f"{human_bytes(plan.sent)} a step and rank")
-    table.add_row("folder", escape(str(config.run.dir)))
-    panel = Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False)
-    console.print(panel if console.is_terminal else table)
-
-
-def _parts(memory: Memory) -> str:
-    parts = asdict(memory)
-    copies = parts.pop("snapshot") + parts.pop("weights_snapshot")
-    named = {"torch and Andon": parts.pop("program"), **parts, "copies for a save": copies}
-    return ", ".join(f"{name} {human_bytes(count)}" for name, count in named.items() if count)
 
 
 class Display:
@@ -115,6 +67,18 @@ class Display:
     def _on_note(self, event: Event) -> None:
         self.console.print(event["text"], style="dim", markup=False, soft_wrap=True)
 
+    def _on_lost(self, event: Event) -> None:
+        self.console.print(event["text"], style="bold red", markup=False, soft_wrap=True)
+
+    def _on_generation(self, event: Event) -> None:
+        workers, joined = event["workers"], event["joined"]
+        who = f"{workers} worker{'s' if workers > 1 else ''}" + (f", {joined} of them new," if joined else "")
+        self.started, self.first_step = time.monotonic(), event["step"]
+        where = f"{'from the checkpoint of' if event['lost_state'] else 'after'} step {event['step']:,}"
+        where = where if event["step"] else "from the beginning"
+        text = f"Going on with {who} {where} ({event['seconds']:.1f} s, generation "
+        self.console.print(f"{text}{event['generation']})", style="bold", markup=False, soft_wrap=True)
+
     def _on_save_failed(self, event: Event) -> None:
         what = "trying once more" if event["again"] else "skipped; the earlier checkpoints are intact"
         where = f"Checkpoint {event['step']} could not be written to {event['folder']}"
@@ -131,6 +95,9 @@ class Display:
             self._live.start()
 
     def _on_step(self, event: Event) -> None:
+        if reason := event.get("skipped"):
+            text = f"step {event['step']:,} skipped, no weight changed: {first_causes(str(reason))}"
+            self.console.print(text, style="yellow", markup=False, soft_wrap=True)
         elapsed = time.monotonic() - self.started
         left = (self.config.train.steps - event["step"]) * elapsed / max(1, event["step"] - self.first_step)
         self.facts["loss"] = f"{event['loss']:.4f}" + self.floor
@@ -145,7 +112,7 @@ class Display:
             self._live.update(self._render())
         elif time.monotonic() - self._last_line > PLAIN_EVERY or event["step"] == self.config.train.steps:
             self._last_line = time.monotonic()
-            facts = "  ".join(f"{name} {value}" for name, value in self.facts.items())
+            facts = "  ".join(f"{name} {self.facts[name]}" for name in OF_STEPS if name in self.facts)
             self.console.print(f"step {event['step']}/{self.config.train.steps}  {facts}  {eta}", soft_wrap=True)
 
     def _on_sample(self, event: Event) -> None:
@@ -157,11 +124,11 @@ class Display:
 
     def _on_eval(self, event: Event) -> None:
         bits = f" ({event['bits_per_byte']:.3f} bits/byte)" if "bits_per_byte" in event else ""
-        self.facts["validation"] = f"{event['loss']:.4f}{bits}"
+        found = f"{event['loss']:.4f}{bits}"
         if "accuracy" in event:
-            right = f"accuracy {event['accuracy']:.1%} ({event['correct']:,} of {event['total']:,})"
-            self.facts["validation"] += f", {right}"
-        text = f"step {event['step']}: validation loss {self.facts['validation']}"
+            found += f", accuracy {event['accuracy']:.1%} ({event['correct']:,} of {event['total']:,})"
+        self.facts["validation"] = f"{found} at step {event['step']:,}"
+        text = f"step {event['step']}: validation loss {found}"
         if "valid_share" in event:
             self.facts["valid stories"] = f"{event['valid_share']:.0%}"
             text += f", {event['valid_share']:.0%} of the sampled stories valid"
@@ -183,65 +150,11 @@ class Display:
         show_summary(self.console, self.config.run.dir, event)
 
     def _render(self) -> RenderableType:
-        facts = Table.grid(padding=(0, 3))
-        facts.add_row(*(f"{name} [bold]{value}[/]" for name, value in self.facts.items()))
-        rows: list[RenderableType] = [self._progress, facts]
+        rows: list[RenderableType] = [self._progress]
+        for names in (OF_STEPS, OF_TESTS):
+            facts = Table.grid(padding=(0, 3))
+            facts.add_row(*(f"{name} [bold]{self.facts[name]}[/]" for name in names if name in self.facts))
+            rows.append(facts)
         if self.sample:
             rows.append(Panel(escape(self.sample), title="a sample", title_align="left", border_style="dim"))
         return Group(*rows)
-
-
-def show_halt(console: Console, config: RunSettings, event: Event) -> None:
-    """Print a halt: what happened, on which rank, in which parameter, and what to do."""
-    lines = [f"[bold]{escape(event['cause'])}[/]", ""]
-    samples: list[int | str] = []
-    for found in event["findings"]:
-        where = escape(f"rank {found['rank']} · {found['host']}")
-        if found["slot"] is None:
-            lines.append(f"{where} · {escape(str(found['unit']))} · not seen when computed again: a transient fault")
-            continue
-        amount = f"{found['count']:,} elements, first {found['first']:,}"
-        lines.append(f"{where} · slot {found['slot']} · {found['kind']} in {escape(found['parameter'])} · {amount}")
-        samples += [sample for sample in found["samples"] if sample not in samples]
-    if event["sound"]:
-        state = f"Weights stay at step {event['committed']}. Nothing of step {event['step']} touched them."
-    else:
-        state = "Ranks hold different bits, so nothing was saved. The last checkpoint is from before that."
-    lines += ["", state, ""]
-    if samples:
-        option = "--samples" if isinstance(samples[0], str) else "--windows"
-        named = shlex.join([str(config.run.dir), option, ",".join(map(str, samples[:16]))])
-        lines.append(f"look at the samples   andon data show {escape(named)}")
-    lines.append("try again             the same command resumes from the last checkpoint")
-    if event["sound"]:
-        lines.append("skip such steps       the same command with --on_nonfinite skip")
-    title = f"[bold]THE LINE STOPPED at step {event['step']}[/]"
-    console.print(Panel("\n".join(lines), title=title, title_align="left", border_style="red"))
-
-
-def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> None:
-    """Print how a run ended, and what to do next."""
-    checkpoint = folder / "checkpoints" / f"checkpoint-{summary['step']}"
-    table = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
-    what = "answers" if "accuracy" in summary else "tokens"
-    table.add_row("steps", f"{summary['step']:,} · {human_count(summary['tokens'])} {what}")
-    table.add_row("loss", f"{summary['loss']:.4f} · validation {summary['validation_loss']:.4f}")
-    if "valid_share" in summary:
-        known = f"{summary['known']} of them in the training text"
-        table.add_row("stories", f"{summary['valid_share']:.0%} of the samples are valid, {known}")
-    if "accuracy" in summary:
-        right = f"{summary['correct']:,} of {summary['total']:,} held-out answers are right"
-        table.add_row("accuracy", f"{summary['accuracy']:.1%} · {right}")
-    table.add_row("weights", f"blake3 {summary['weights_blake3'][:16]}… (in summary.json)")
-    result = summary.get("result")
-    table.add_row("result" if result else "checkpoint", escape(str(result or checkpoint)))
-    console.print(table)
-    console.print("Next:", style="bold")
-    if result:
-        console.print(f'  andon generate {result} "…"', soft_wrap=True, markup=False)
-        if Path(result).name == "adapter":
-            console.print(f"  andon merge {result}", soft_wrap=True, markup=False)
-        return
-    prompt = "Once upon a time," if "valid_share" in summary else "The"
-    console.print(f'  andon generate {checkpoint} "{prompt}"', soft_wrap=True, markup=False)
-    console.print(f"  andon evaluate {checkpoint}", soft_wrap=True, markup=False)

@@ -1,9 +1,10 @@
 """Events: the one record of a run; everything that shows a run reads them.
 
 An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds: `worker` ·
-`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `stopped` · `halt` · `done`, and in the
-session of a gradient server also `lost`; its `start`, `step` and `done` say what such a server knows.
-`metrics.jsonl` holds them all. `summary.json` holds the last `done`, `halt.json` the last `halt`.
+`note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `damaged` (a checkpoint) · `lost` (a
+worker) · `generation` (the run goes on with other members) · `stopped` · `halt` · `done`. `metrics.jsonl` holds them
+all. `summary.json` holds the last `done`, `halt.json` the last `halt`. A gradient server records its session in the
+same way; its `start`, `step` and `done` say what such a server knows.
 """
 
 import json
@@ -23,6 +24,7 @@ Emit = Callable[[Event], None]
 MOST_WAITING = 64 << 20  # bytes of events that may wait for a disk
 RETRY_SECONDS = 1.0  # until a disk that failed is tried again
 CLOSE_SECONDS = 10.0  # that the disk gets at the end of the run
+TAIL_BYTES = 1 << 18  # in which the last step of a run is looked for
 OWN_FILES = {"done": "summary.json", "halt": "halt.json"}
 
 
@@ -37,6 +39,16 @@ FIELDS: Final[dict[str, Fields]] = {
     "eval": {"step": int, "loss": NUMBER},
     "checkpoint": {"step": int},
     "save_failed": {"step": int, "reason": str, "folder": str, "again": bool},
+    "damaged": {"step": int, "reason": str},
+    "lost": {"rank": int, "host": str, "why": str, "text": str},
+    "generation": {
+        "generation": int,
+        "workers": int,
+        "step": int,
+        "seconds": NUMBER,
+        "joined": int,
+        "lost_state": bool,
+    },
     "stopped": {"step": int},
     "halt": {"step": int, "committed": int, "cause": str, "findings": list, "sound": bool},
     "done": {
@@ -75,7 +87,7 @@ def check_event(found: object, rank: int) -> Event:
         raise ValueError(f"a {kind!r} event, which only rank 0 reports")
     _check_fields(f"a {kind!r} event", found, {"time": NUMBER, **FIELDS[kind]})
     optional: Fields = {"valid_share": NUMBER, "known": int, "bits_per_byte": NUMBER, "pid": int}
-    optional |= {"accuracy": NUMBER, "correct": int, "total": int, "result": str}
+    optional |= {"accuracy": NUMBER, "correct": int, "total": int, "result": str, "frozen": str}
     _check_fields(f"a {kind!r} event", found, {key: value for key, value in optional.items() if key in found})
     for finding in found["findings"] if kind == "halt" else ():
         _check_fields("a finding", finding, FINDING)
@@ -229,6 +241,17 @@ def cut_last_line(path: Path) -> None:
         data = path.read_bytes()
         if not data.endswith(b"\n"):
             os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def last_step(folder: Path) -> int:
+    """The step that the last events of a run tell of; -1 if they tell of none."""
+    try:
+        with open(folder / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            found = [json.loads(line) for line in file.read().split(b"\n")[1:-1]]
+        return max((event["step"] for event in found if event["event"] == "step"), default=-1)
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
 
 
 def read(folder: Path) -> Iterator[Event]:

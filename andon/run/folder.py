@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +18,20 @@ OWN = (".lock", "metrics.jsonl", "checkpoints", "logs")
 """What a run writes into, in its folder."""
 
 
+@dataclass(frozen=True)
+class DamagedCheckpoint:
+    """A checkpoint that is skipped, and what is wrong with it."""
+
+    path: Path
+    reason: str
+
+    @property
+    def note(self) -> str:
+        """What the user is told of it."""
+        show = f"`andon checkpoint verify {self.path}` shows all of it"
+        return f"{self.path.name} is damaged and skipped: {self.reason} ({show})"
+
+
 class RunFolder:
     """A run's folder, locked by one process at a time."""
 
@@ -26,6 +41,7 @@ class RunFolder:
         self._mark = f"{os.getpid()} {secrets.token_hex(8)}"
         self.notes: list[str] = []
         """What the user should know about the resume."""
+        self.damaged: list[DamagedCheckpoint] = []
 
     def take(self) -> None:
         """Create the folder and lock it for this process."""
@@ -84,7 +100,9 @@ class RunFolder:
         if resume == "none":
             return None
         if resume == "auto":
-            return self._newest_good()
+            found = newest_good(self.folder / "checkpoints", self.damaged)
+            self.notes += [damage.note for damage in self.damaged]
+            return found
         folder = Path(resume)
         known, found = verify_named(folder), newest(self.folder / "checkpoints")
         if known and found and step_of(found) > known.step:
@@ -96,26 +114,27 @@ class RunFolder:
             raise UserError(f"{folder} is not a checkpoint", "It has no manifest.json", remedy)
         return folder
 
-    def _newest_good(self) -> Path | None:
-        """The newest checkpoint whose every byte verifies; a damaged one is noted and skipped."""
-        checkpoints = self.folder / "checkpoints"
-        for step in reversed(steps(checkpoints)):
-            found = checkpoint_path(checkpoints, step)
-            try:
-                verify(found)
-                return found
-            except Damaged as error:
-                self.notes.append(f"{found.name} is damaged and skipped: {error}")
-        if self.notes:
-            remedy = "Restore one from a copy, or start a new run with --resume none"
-            raise UserError(f"No checkpoint in {checkpoints} is good", "; ".join(self.notes), remedy)
-        return None
-
     def begin(self, config: RunSettings) -> None:
         """Write the configuration and remove how an earlier part of the run ended."""
         write_whole(self.folder / "config.yaml", config.to_yaml())
         for name in ("summary.json", "halt.json"):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def newest_good(checkpoints: Path, damaged: list[DamagedCheckpoint]) -> Path | None:
+    """The newest checkpoint whose every byte verifies; damaged ones are skipped and added to a list."""
+    for step in reversed(steps(checkpoints)):
+        found = checkpoint_path(checkpoints, step)
+        try:
+            verify(found)
+            return found
+        except Damaged as error:
+            damaged.append(DamagedCheckpoint(found, str(error)))
+    if damaged:
+        cause = "; ".join(f"{damage.path.name} is damaged: {damage.reason}" for damage in damaged)
+        remedy = f"`andon checkpoint verify {checkpoints}` shows it; restore one, or start anew with --resume none"
+        raise UserError(f"No checkpoint in {checkpoints} is good", cause, remedy)
+    return None
 
 
 def read_mark(folder: Path) -> str:

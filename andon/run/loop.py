@@ -1,61 +1,97 @@
-"""The loop of a run: steps, and what happens between them: events, evaluation, samples, the end."""
+"""The loop of a run, of whatever kind: steps, and what happens between them: events, evaluation, the end."""
 
-import contextlib
+import resource
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from andon.checkpoint.listing import step_of
 from andon.checkpoint.store import weights_blake3
-from andon.config.schema import Config, RunSettings
-from andon.data.batches import Batches
-from andon.data.token_set import TokenSet
+from andon.config.schema import RunSettings
+from andon.engine.membership import MembersChange
 from andon.engine.optimizer import Totals
+from andon.engine.progress import Progress
+from andon.engine.recovery.commit import Settlement
 from andon.engine.trainer import Trainer
 from andon.integrity.halt import JidokaHalt
-from andon.model.llama import Llama
-from andon.run import evaluate as evaluation
 from andon.run.events import Emit, event, no_event
+from andon.run.folder import DamagedCheckpoint, newest_good
 from andon.transport.base import Group
 
 T = TypeVar("T")
 BUSY = b"busy"
+TEXTS_OF_HALT, LONGEST_TEXT = 8, 600  # samples that a halt shows, and characters of each
 HEARTBEAT = 0.2  # seconds between signs of life of a rank 0 that is busy
 
 
-class Loop:
-    """One rank's run, of whatever kind; rank 0 emits events and samples for all."""
+class Books(Protocol):
+    """Where a rank reports what the run's ledger is to say."""
 
-    def __init__(self, config: RunSettings, data: str, trainer: Trainer, emit: Emit) -> None:
+    def report(self, records: Sequence[Any]) -> None:
+        """These steps are committed."""
+        ...
+
+    def went_back(self, generation: int, step: int) -> None:
+        """A generation goes on from the checkpoint of a step."""
+        ...
+
+
+class Loop(ABC):
+    """One rank's run; rank 0 emits events and samples for all."""
+
+    def __init__(
+        self, config: RunSettings, data: str, trainer: Trainer, emit: Emit, books: Books | None = None
+    ) -> None:
         self.settings, self.data, self.trainer = config, data, trainer
-        self.is_rank_0 = trainer.model.membership.rank == 0
-        self.emit: Emit = emit if self.is_rank_0 else no_event
-        self._step_began = time.monotonic()
+        self._emit, self._books = emit, books
+        self._begun, self._reported = False, 0
+        self._began = self._step_began = time.monotonic()
+        self._tokens = 0
         trainer.on_step = self._emit_step
+
+    @abstractmethod
+    def set_first_weights(self) -> None:
+        """Give the model the weights with which the run has begun; rank 0 calls it and sends them to the others."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, Any]:
+        """Emit and give how good the model is on held-out data, with its `loss`; all ranks together."""
+
+    @abstractmethod
+    def end(self, result: dict[str, Any]) -> dict[str, Any]:
+        """What the summary says of the last evaluation and besides, with `samples`; all ranks together."""
+
+    @abstractmethod
+    def texts(self, samples: Sequence[int | str]) -> dict[str, str]:
+        """The beginnings of samples that a halt names, by their names."""
 
     def floor(self) -> float | None:
         """The least loss that the data allows, if that is known."""
         return None
 
-    def step_facts(self) -> dict[str, Any]:
-        """What a step event says besides loss, tokens and times."""
+    def step_facts(self, tokens_per_s: float) -> dict[str, Any]:
+        """What a `step` event says besides loss, tokens and times."""
         return {}
 
-    def before_first_step(self) -> None:
-        """What a new run does before it trains."""
+    def before_first_step(self) -> None:  # noqa: B027 (not every kind does something)
+        """What a run does before it trains; all ranks together."""
 
-    def evaluate(self) -> dict[str, Any]:
-        """Emit and give how good the model is on held-out data, with its `loss`; all ranks together."""
-        raise NotImplementedError
-
-    def between_steps(self) -> None:
+    def between_steps(self) -> None:  # noqa: B027
         """What happens after a step that is not the last, besides evaluation."""
 
-    def end(self, result: dict[str, Any]) -> dict[str, Any]:
-        """What the summary says besides, with `samples`; all ranks together."""
-        raise NotImplementedError
+    @property
+    def is_rank_0(self) -> bool:
+        return self.trainer.model.membership.rank == 0
+
+    @property
+    def emit(self) -> Emit:
+        """Emits events, on rank 0."""
+        return self._emit if self.is_rank_0 else no_event
 
     @property
     def group(self) -> Group:
@@ -63,27 +99,104 @@ class Loop:
         return self.trainer.model.group
 
     def train(self) -> None:
-        """Train to the last step, or until some rank wants to stop."""
+        """Train to the last step, or until some rank wants to stop; `MembersChange` if somebody waits to join."""
+        if not self._begun:
+            self._begin()
         try:
             self._loop()
         except JidokaHalt as halt:
-            self.emit(event("halt", **halt.fields(), data=self.data))
+            named = dict.fromkeys(sample for finding in halt.findings for sample in finding.samples)
+            texts = self.texts(list(named)[:TEXTS_OF_HALT])
+            self.emit(event("halt", **halt.fields(), data=self.data, texts=texts))
             if self.trainer.checkpointer:
                 self.trainer.checkpointer.after_halt(halt)
             raise
 
-    def _loop(self) -> None:
-        steps, progress = self.settings.train.steps, self.trainer.progress
-        transport, probe = self.settings.group.transport, dict(self.settings.probe)
+    def _begin(self) -> None:
+        """The run starts, or resumes: its first generation begins."""
+        config, progress = self.settings, self.trainer.progress
         self.emit(
-            event("start", step=progress.step, transport=transport, floor=self.floor(), data=self.data, probe=probe)
+            event(
+                "start",
+                step=progress.step,
+                transport=config.group.transport,
+                floor=self.floor(),
+                data=self.data,
+                probe=dict(config.probe),
+                steps=config.train.steps,
+                workers=self.group.world_size,
+                generation=self.group.generation,
+                parameters=sum(value.numel() for value in self.trainer.model.arena.parameters.values()),
+                model=Path(config.model_name).name,
+                frozen=self.trainer.model.frozen,
+            )
         )
+        self._begun, self._reported = True, progress.step
+
+    def go_on(self, settled: Settlement, recorded: int, since: float) -> None:
+        """Another generation begins, with a ledger up to a step: bring everyone to the same step, and say so."""
+        progress, commit = self.trainer.progress, self.trainer.optimizer.commit
+        if settled.lost:
+            self._go_back(settled)
+        if self.is_rank_0 and commit.verdict:
+            self._emit_step(Totals.of(commit.verdict[0]))  # the rank that has committed it may not have said so
+        self._begin()  # the first generation may have ended before it has said so
+        self._reported = recorded
+        self._report(progress.step)
+        membership = self.trainer.model.membership
+        self.emit(
+            event(
+                "generation",
+                generation=membership.generation,
+                workers=membership.world_size,
+                step=progress.step,
+                seconds=round(time.monotonic() - since, 3),
+                joined=len(settled.new),
+                lost_state=settled.lost,
+            )
+        )
+
+    def _go_back(self, settled: Settlement) -> None:
+        """A part of the state is lost: all go back to the newest checkpoint, or to the first weights."""
+        trainer, damaged = self.trainer, list[DamagedCheckpoint]()
+        folder = self.settings.run.dir / "checkpoints"
+        found = while_others_wait(self.group, lambda: newest_good(folder, damaged))
+        path = self.group.all_gather_bytes(str(found or "").encode())[0].decode()
+        for damage in damaged:
+            self.emit(event("damaged", step=step_of(damage.path), reason=damage.reason))
+            self.emit(event("note", text=damage.note))
+        if path:
+            trainer.resume(Path(path))
+        else:
+            while_others_wait(self.group, self.set_first_weights)
+            self.group.broadcast(trainer.model.arena.weights, src=0)
+            trainer.optimizer.rule.weights_changed(set(trainer.model.arena.parameters))
+            trainer.progress.restore(Progress().fields())
+            trainer.optimizer.go_on_from(0)
+        if self._books:
+            kept = [record for step, record in settled.records.items() if step <= trainer.progress.step]
+            self._books.report(kept)  # what the checkpoint holds stays committed
+            self._books.went_back(self.group.generation, trainer.progress.step)
+
+    def _report(self, until: int, everyone: bool = False) -> None:
+        """Report the steps that every rank has committed, for the ledger."""
+        records = self.trainer.optimizer.commit.records
+        if self._books and (self.is_rank_0 or everyone):
+            for step in range(self._reported + 1, until + 1):
+                if step in records:
+                    self._books.report([records[step]])
+            self._reported = until
+
+    def _loop(self) -> None:
+        steps, progress, optimizer = self.settings.train.steps, self.trainer.progress, self.trainer.optimizer
         if not progress.step:
             self.before_first_step()
         while progress.step < steps:
             self._step_began = time.monotonic()
             self.trainer.train_step()
-            if self.trainer.stop.agreed:
+            self._report(progress.step - 1)  # nobody has come to this step who has not committed the one before
+            if optimizer.stop.agreed:
+                self._end()
                 self.emit(event("stopped", step=progress.step))
                 return
             if progress.step < steps:
@@ -91,11 +204,29 @@ class Loop:
                 if every and progress.step % every == 0:
                     self.evaluate()
                 self.between_steps()
+                if optimizer.change.agreed:
+                    self._before_change()
+                    raise MembersChange
         self._finish()
+
+    def _before_change(self) -> None:
+        """Keep what those who leave would take with them: all go on from a checkpoint of this very step."""
+        optimizer, checkpointer = self.trainer.optimizer, self.trainer.checkpointer
+        if optimizer.shrink.agreed and optimizer.ownership.sharded and checkpointer:  # replicas may leave together
+            checkpointer.save(self.trainer.progress.step, wait=True)
+        self.group.barrier()
+        self._report(self.trainer.progress.step)
+
+    def _end(self) -> None:
+        """The last exchange of a run: when it is over, every rank has committed the last step."""
+        self.group.barrier()
+        self._report(self.trainer.progress.step, everyone=True)
 
     def _emit_step(self, totals: Totals) -> None:
         seconds = time.monotonic() - self._step_began
-        timings = self.trainer.model.phases.milliseconds
+        self._tokens += totals.tokens
+        phases = self.trainer.model.phases
+        skipped = {} if totals.sound else {"skipped": totals.complaint}
         self.emit(
             event(
                 "step",
@@ -105,14 +236,27 @@ class Loop:
                 tokens_per_s=round(totals.tokens / seconds, 1),
                 lr=self.trainer.optimizer.lr,
                 grad_norm=totals.norm,
-                **self.step_facts(),
-                **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in timings.items()},
+                **self.step_facts(totals.tokens / seconds),
+                **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in phases.milliseconds.items()},
+                **({"rank_ms": phases.of_ranks} if phases.of_ranks else {}),
+                **skipped,
             )
         )
 
+    def _cost(self, peaks: list[int]) -> dict[str, float]:
+        """What this part of the run took; `peak_memory` is that of the worker that held most."""
+        seconds = time.monotonic() - self._began
+        speed = round(self._tokens / seconds, 1)
+        return {"seconds": round(seconds, 1), "tokens_per_s": speed, "peak_memory": max(peaks)}
+
     def _finish(self) -> None:
-        result, progress = self.evaluate(), self.trainer.progress
+        progress = self.trainer.progress
+        if self.trainer.checkpointer:
+            self.trainer.checkpointer.after(progress.step, last=True)  # again, if members have changed meanwhile
+        result = self.evaluate()
         more = self.end(result)
+        peak = peak_memory(self.trainer.model.arena.device)
+        peaks = [int(each) for each in self.group.all_gather_bytes(str(peak).encode())]
         if self.is_rank_0:
             summary = {
                 "step": progress.step,
@@ -123,78 +267,17 @@ class Loop:
                 "transport": self.settings.group.transport,
                 "workers": self.group.world_size,
                 "skipped": progress.skipped,
+                **self._cost(peaks),
             }
             self.emit(event("done", **summary, **more))
-        self.group.barrier()
+        self._end()
 
 
-class Run(Loop):
-    """One rank's pretraining run."""
-
-    def __init__(self, config: Config, tokens: TokenSet, trainer: Trainer, emit: Emit) -> None:
-        super().__init__(config, tokens.digest, trainer, emit)
-        self.config, self.tokens = config, tokens
-        self.tokenizer = tokens.tokenizer()
-        self.on_stories = config.data.corpus == ("stories",)
-        self._sampled = time.monotonic()
-
-    def between_steps(self) -> None:
-        """Show a sample every now and then."""
-        seconds, step = self.config.eval.sample_every, self.trainer.progress.step
-        if self.is_rank_0 and seconds and time.monotonic() - self._sampled > seconds:
-            self.emit(event("sample", step=step, text=self.write(1, seed=step)[0]))
-            self._sampled = time.monotonic()
-
-    def evaluate(self) -> dict[str, Any]:
-        """Loss on held-out windows and, for the built-in stories, the share of valid samples."""
-        trainer, batches = self.trainer, self.trainer.batches
-        assert isinstance(batches, Batches)
-        with trainer.autocast():
-            windows = batches.validation(self.config.eval.windows)
-            loss = evaluation.validation_loss(self.llama, windows, self.group)
-        bits = evaluation.bits_per_byte(loss, self.tokens.bytes_per_token)
-        result: dict[str, Any] = {"step": trainer.progress.step, "loss": loss, "bits_per_byte": bits}
-        if self.on_stories and self.config.eval.stories:
-            score = while_others_wait(self.group, self.story_score)
-            result |= {"valid_share": score.valid_share, "known": score.known} if score else {}
-        self.emit(event("eval", **result))
-        return result
-
-    @property
-    def llama(self) -> Llama:
-        model = self.trainer.model.module
-        assert isinstance(model, Llama)
-        return model
-
-    def story_score(self) -> evaluation.StoryScore:
-        """The valid share of sampled stories, and how many of them the training text holds."""
-        samples = self.write(self.config.eval.stories, self.config.seed)
-        return evaluation.story_score(samples, self.config.seed, self.config.data.stories)
-
-    def floor(self) -> float | None:
-        """The least loss that the built-in stories allow: the grammar's entropy per token."""
-        if not self.on_stories:
-            return None
-        return evaluation.loss_floor(self.config.data.stories, self.tokens.token_count)
-
-    def write(self, count: int, seed: int) -> list[str]:
-        """Sample texts from the model as it is."""
-        with self.trainer.autocast(), self._eager():
-            temperature = self.config.eval.temperature
-            return evaluation.write(self.llama, self.tokenizer, count, temperature, seed)
-
-    def _eager(self) -> contextlib.AbstractContextManager[Any]:
-        """Sampling has other shapes at every token: compiled blocks would be compiled again and again."""
-        # It loads torch's compiler, 1.5 s, so only where it is loaded already.
-        compiled = self.config.train.compile
-        return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-
-    def end(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Bits per byte, stories and samples for the summary."""
-        step = self.trainer.progress.step
-        samples = while_others_wait(self.group, lambda: self.write(3, seed=step))
-        told: dict[str, Any] = {key: result[key] for key in ("bits_per_byte", "valid_share", "known") if key in result}
-        return {**told, "samples": samples}
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: on its GPU, or in memory, what it shares included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def while_others_wait(group: Group, work: Callable[[], T]) -> T | None:

@@ -21,10 +21,11 @@ from andon.model.shape import Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic
 
-PROGRAM: Final = 166_000_000
-"""Python, torch, Andon and the math library's buffers: pages of a process's own."""
-LIBRARIES: Final = 110_000_000
-"""Pages of libraries in use, which all workers of a machine share."""
+C = TypeVar("C", bound=RunSettings)
+PROGRAM: Final = 12_000_000
+"""What Python, torch and Andon take in every worker for itself."""
+SHARED: Final = 264_000_000
+"""Pages that all workers of `andon train` share: of libraries, and of what was loaded before they were forked."""
 ALLOCATOR: Final = 1.4
 """What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
 
@@ -119,7 +120,7 @@ def memory_of(config: RunSettings, trained: Trained, activations: int, frozen: i
     on_host = config.device != "cuda"
     weights = trained.weight_bytes * trained.parameters
     return Memory(
-        program=PROGRAM + LIBRARIES // config.workers if on_host else 0,
+        program=PROGRAM + SHARED // config.workers if on_host else 0,
         weights=weights + frozen,
         gradients=4 * trained.parameters * rows,
         optimizer=trained.state_bytes * owned(config, trained),
@@ -128,6 +129,26 @@ def memory_of(config: RunSettings, trained: Trained, activations: int, frozen: i
         snapshot=trained.state_bytes * saved(config, trained) if on_host else 0,
         weights_snapshot=weights if on_host else 0,
     )
+
+
+def cost_of_a_loss(config: C, make: Callable[[C], Plan] | None = None) -> str:
+    """What the loss of one worker costs with these settings, in one sentence; `make` makes their plan."""
+    zero, every = config.zero.resolve(config.group.transport), config.checkpoint.every
+    back = f"all go back to the newest checkpoint, {f'up to {every:,} steps' if every else 'or to the first step'}"
+    if not TRANSPORTS[config.group.transport].goes_on:
+        return f"ends the run over {config.group.transport}; the same command resumes: {back}"
+    if config.workers == 1:
+        return f"the worker is started again: {back}"
+    if zero == "off":
+        return "no committed step: every worker has all of the state"
+    if config.zero.replicas > 1:
+        return "no committed step, unless two neighbours are lost at once: each part of the state is on two workers"
+    text = f"{back}; --zero.replicas 2 would lose none"
+    if make is None:
+        return text
+    replicas = config.model_copy(update={"zero": config.zero.model_copy(update={"replicas": 2})})
+    more = make(replicas).memory.total - make(config).memory.total
+    return f"{text}, for {more / 1e6:,.1f} MB more a worker"
 
 
 def widened(config: Config) -> int:
@@ -193,12 +214,7 @@ def sent(config: RunSettings, trained: Trained) -> int:
     return round(transport.bytes_sent(traffic))
 
 
-C = TypeVar("C", bound=RunSettings)
-Changes = list[tuple[dict[str, Any], Plan]]
-"""Settings, each with the plan that it would give."""
-
-
-def changes(config: C, make: Callable[[C], Plan]) -> Changes:
+def changes(config: C, make: Callable[[C], Plan]) -> list[tuple[dict[str, Any], Plan]]:
     """What other settings would change: each with the plan it would give."""
     return [(keys, make(_with(config, keys))) for keys in _other_settings(config)]
 

@@ -5,10 +5,12 @@ was there after N steps. The first of the two calls prepares the folder together
 travels with the steps that follow it, and `group.close` waits for the last one.
 """
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,14 @@ from andon.checkpoint.snapshot import saved_buffers
 from andon.checkpoint.store import weights_blake3
 from andon.engine.optimizer import Optimizer
 from andon.engine.parallel import DataParallel
+from andon.engine.recovery.commit import Settlement
 from andon.errors import EXIT_STOPPED, UserError, harmless
 from andon.files import expand
 from andon.integrity.probe import differing, take_probe
 from andon.run.folder import RunFolder, read_mark
 from andon.run.loop import while_others_wait
+from andon.transport.base import GroupError
+from andon.transport.changing import ChangingGroup
 
 
 def load(
@@ -36,7 +41,8 @@ def load(
 
     All ranks call it together, with any number of workers. It also names the folder, and the scheduler, that a stop
     saves; `keep` newest checkpoints stay."""
-    return _checkpoints(folder, model, optimizer, scheduler, keep).load()
+    found = _checkpoints(folder, model, optimizer, scheduler, keep)
+    return found.load() if isinstance(found, ScriptCheckpoints) else optimizer.progress.step
 
 
 def save(
@@ -48,7 +54,9 @@ def save(
     keep: int = 3,
 ) -> None:
     """Save after a step, counted from 0, while the steps after it go on. All ranks call it together."""
-    _checkpoints(folder, model, optimizer, scheduler, keep).save(step)
+    found = _checkpoints(folder, model, optimizer, scheduler, keep)
+    assert isinstance(found, ScriptCheckpoints), "a worker that has not joined has nothing to save"
+    found.save(step)
 
 
 def digest(module: nn.Module) -> str:
@@ -62,13 +70,14 @@ class ScriptCheckpoints:
     def __init__(self, folder: Path, optimizer: Optimizer, scheduler: LRScheduler | None, keep: int) -> None:
         self.folder, self.optimizer, self.scheduler = folder, optimizer, scheduler
         model, group = optimizer.model, optimizer.model.group
-        self.is_rank_0 = group.rank == 0
         for name, buffer in saved_buffers(model.module).items():
             if buffer.dtype not in DTYPES:
                 raise TypeError(f"the buffer {name} is {buffer.dtype}, which a checkpoint cannot hold")
-        self._held = RunFolder(folder) if self.is_rank_0 else None
-        if self._held:
-            self._held.take()
+        self._held: RunFolder | None = None
+        self._take_folder()
+        self._before_redo: tuple[int, Mapping[str, Any]] | None = None
+        """The step after which one has failed, and options and schedule at that moment."""
+        optimizer.before_redo = self._remember
         self.probe = dict(take_probe(model.arena.device))
         state = {
             "script": Path(sys.argv[0]).name,
@@ -91,6 +100,37 @@ class ScriptCheckpoints:
         optimizer.on_halt = self.checkpointer.after_halt
         group.before_close.append(self.close)
 
+    @property
+    def is_rank_0(self) -> bool:
+        return self.optimizer.model.membership.rank == 0
+
+    def _take_folder(self) -> None:
+        """Rank 0 locks the folder; in a later generation that may be another worker."""
+        if self.is_rank_0 and self._held is None:
+            self._held = RunFolder(self.folder)
+            self._held.take()
+
+    def _remember(self) -> None:
+        """A step has failed: what the script does after it, to the schedule, is to be undone."""
+        self._before_redo = self.optimizer.progress.step, self._progress()
+
+    def undo(self) -> None:
+        """A step has failed: unless it was committed later, options and schedule are set back."""
+        if self._before_redo and self._before_redo[0] == self.optimizer.progress.step:
+            self._restore(self._before_redo[1])
+        self._before_redo = None
+
+    def enter(self) -> None:
+        """Another generation begins."""
+        self._take_folder()
+        self.checkpointer.enter()
+
+    def _restore(self, progress: Mapping[str, Any]) -> None:
+        """Options and schedule as they were."""
+        self.optimizer.param_groups[0].update(_from_plain(progress["options"]))
+        if self.scheduler and progress["scheduler"] is not None:
+            self.scheduler.load_state_dict(_from_plain(progress["scheduler"]))
+
     def load(self) -> int:
         """Load the newest good checkpoint; the number of the next step."""
         group = self.optimizer.model.group
@@ -101,18 +141,22 @@ class ScriptCheckpoints:
             self._print(note)
         path = group.all_gather_bytes(str(found or "").encode())[0].decode()
         if path:
-            state = self.checkpointer.load(Path(path))
-            self.optimizer.param_groups[0].update(_from_plain(state["options"]))
-            if self.scheduler and state["scheduler"] is not None:
-                self.scheduler.load_state_dict(_from_plain(state["scheduler"]))
+            self._restore(self.checkpointer.load(Path(path)))
         return self.optimizer.progress.step
 
     def save(self, step: int) -> None:
         """Begin to save a step."""
-        done = self.optimizer.progress.step
+        optimizer, done = self.optimizer, self.optimizer.progress.step
+        if optimizer.failure:  # a worker was lost: the step comes again
+            return
         if step != done - 1:
             raise ValueError(f"step {step} cannot be saved: the last of {done} steps, counted from 0, was {done - 1}")
-        self.checkpointer.save(done, patience=PATIENCE)
+        try:
+            self.checkpointer.save(done, patience=PATIENCE)
+        except GroupError as failure:
+            if not optimizer.goes_on:
+                raise
+            optimizer.failure = failure
 
     def _stop_if_agreed(self) -> None:
         """Before a step: if a stop was asked for, save what is there and leave."""
@@ -166,13 +210,66 @@ class ScriptCheckpoints:
             print(harmless(text), file=sys.stderr, flush=True)
 
 
+@dataclass(frozen=True)
+class Later:
+    """Checkpoints that a worker which joins a run will have once it is a member."""
+
+    folder: Path
+    scheduler: LRScheduler | None
+    keep: int
+
+
+def part_from_generation(optimizer: Optimizer) -> None:
+    """Leave a generation, whatever has become of its group."""
+    if isinstance(optimizer.checkpoints, ScriptCheckpoints):
+        optimizer.checkpoints.checkpointer.close()
+    optimizer.model.part()
+
+
+def enter_generation(optimizer: Optimizer, settled: Settlement) -> None:
+    """Checkpoints, options and schedule of a script in another generation; all its members call it together."""
+    group, known = optimizer.model.membership.group, optimizer.checkpoints
+    if isinstance(known, ScriptCheckpoints):
+        known.undo()  # before others take it over
+    mine = known._progress() if isinstance(known, ScriptCheckpoints) else {"options": _to_plain(optimizer.options)}
+    told = group.all_gather_bytes(json.dumps([known is not None, mine]).encode())
+    has, progress = zip(*map(json.loads, told), strict=True)
+    if len(set(has)) > 1:
+        cause = "The workers have checkpoints, and one that joins has none"
+        raise UserError("A worker cannot take part", cause, "Call andon.load before `for step in model.steps(…)`")
+    if isinstance(known, Later):
+        optimizer.checkpoints = ScriptCheckpoints(known.folder, optimizer, known.scheduler, known.keep)
+    elif isinstance(known, ScriptCheckpoints):
+        known.enter()
+    if settled.lost:
+        _go_back(optimizer)
+    elif group.rank in settled.new:
+        source = next(rank for rank in range(group.world_size) if rank not in settled.new)
+        given = {"scheduler": None, **progress[source]}
+        if isinstance(optimizer.checkpoints, ScriptCheckpoints):
+            optimizer.checkpoints._restore(given)
+        else:
+            optimizer.param_groups[0].update(_from_plain(given["options"]))
+
+
+def _go_back(optimizer: Optimizer) -> None:
+    """A part of the state is lost: all go back to the newest checkpoint."""
+    if not isinstance(optimizer.checkpoints, ScriptCheckpoints) or not optimizer.checkpoints.load():
+        cause = "A worker was lost that alone had a part of the optimizer's state, and there is no checkpoint"
+        raise UserError("The run cannot go on", cause, 'Save now and then, or make the optimizer with zero="off"')
+
+
 def _checkpoints(
     folder: str | Path, model: DataParallel, optimizer: Optimizer, scheduler: LRScheduler | None, keep: int
-) -> ScriptCheckpoints:
+) -> ScriptCheckpoints | Later:
     """The checkpoints of an optimizer, prepared by the first call."""
     if optimizer.model is not model:
         raise ValueError("the optimizer was made for another model")
     path = expand(folder).resolve()
+    group = model.membership.group
+    if isinstance(group, ChangingGroup) and group.joins:
+        optimizer.checkpoints = Later(path, scheduler, keep)
+        return optimizer.checkpoints
     if optimizer.checkpoints is None:
         optimizer.checkpoints = ScriptCheckpoints(path, optimizer, scheduler, keep)
     known = optimizer.checkpoints

@@ -1,4 +1,5 @@
-"""The terminal: text from elsewhere does no harm there, and a run goes on when nothing can be shown any more."""
+"""The terminal: text from elsewhere does no harm there, and a run goes on when nothing can be shown any more.
+And numbers with units."""
 
 import os
 import sys
@@ -62,3 +63,21 @@ class Terminal(Console):
     def failure(self) -> OSError | None:
         """Why nothing is shown any more, if so."""
         return self.file.failure if isinstance(self.file, LastingOutput) else None
+
+
+def human_bytes(count: float) -> str:
+    """Bytes with a unit."""
+    return _human(count, (" B", " KB", " MB", " GB", " TB"))
+
+
+def human_count(count: float) -> str:
+    """A count with a unit."""
+    return _human(count, ("", "K", "M", "B", "T"))
+
+
+def _human(count: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}{units[-1]}"

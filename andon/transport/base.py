@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from andon.engine.order import Order, make_order, shares
+from andon.engine.order import Order, shares
 from andon.errors import UserError
 from andon.transport.keys import SERVER
+from andon.transport.rows import Wire, first_row
 
 if TYPE_CHECKING:  # the launcher, the coordinator and the configuration read this file without torch
     import torch
@@ -33,7 +34,6 @@ if TYPE_CHECKING:  # the launcher, the coordinator and the configuration read th
     from andon.transport.keys import LinkKeys
     from andon.transport.tcp.entrance.tls import Tls
 
-Wire = Literal["f32", "bf16"]
 Units = Sequence[tuple[str, tuple[int, ...]]]
 """The name of each unit, and the elements of its parameters, padding included."""
 INLINE_BYTES: Final = 252
@@ -91,6 +91,14 @@ class Rendezvous(Protocol):
         ...
 
 
+class Abortable(Protocol):
+    """A group, or what opens one."""
+
+    def abort(self, rank: int, detail: str) -> None:
+        """A rank is known to be lost: whoever waits for it stops waiting."""
+        ...
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a transport needs to open a group."""
@@ -109,6 +117,8 @@ class Settings:
     """Certificates, if connections are to be encrypted."""
     store: Store | None = None
     """Where ranks of torch.distributed find each other; without one rank 0 opens its own."""
+    watch: Callable[[Abortable], None] = lambda group: None
+    """Told of the group before its first collective, and of what opens it, so that these can be aborted."""
 
 
 class Group(ABC):
@@ -116,6 +126,8 @@ class Group(ABC):
 
     rank: int
     world_size: int
+    generation: int = 0
+    """Which membership of the run this is."""
     transport: str = "local"
     wire: Wire = "f32"
     """How gradients are rounded: with bf16 every node of the order of addition is (`engine.order`)."""
@@ -123,6 +135,10 @@ class Group(ABC):
     """Whether its machines compute other bits: then each weight is updated by one rank and sent to the others."""
     stop_wanted: Callable[[], bool] = staticmethod(lambda: False)
     """Whether this rank was asked to stop; all ranks learn it with the next step."""
+    change_wanted: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether this rank knows that somebody waits to join, or is to leave; all ranks learn it with the next step."""
+    shrink_wanted: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether this rank knows that somebody is to leave."""
     exchanging: bool = False
     """Whether a model exchanges over it: its collectives come from one thread, so there can be only one."""
     bytes_sent: int = 0
@@ -165,10 +181,10 @@ class Group(ABC):
     def leave(self) -> None:
         """Leave the group at once and free what it holds; safe to call twice."""
 
+    @abstractmethod
     def abort(self, rank: int, detail: str) -> None:
         """A rank is known to be lost: every collective that runs or begins raises `PeerLost`. Any thread may call it,
         more than once."""
-        raise NotImplementedError
 
     @cached_property
     def before_close(self) -> list[Callable[[], None]]:
@@ -258,6 +274,8 @@ class Transport:
     """Whether a bf16 wire halves the bytes of a gradient."""
     one_order: bool = True
     """Whether sums are added in the one order for any number of ranks and rows."""
+    goes_on: bool = False
+    """Whether survivors can leave a collective in which a rank is lost, and open another group in the same process."""
     zero_pays: bool = True
     """Whether `zero.policy: auto` shares out the optimizer state: does the gather cost less than the update saves?"""
 
@@ -298,6 +316,7 @@ TRANSPORTS: Final[dict[str, Transport]] = {
             lambda traffic: 0,
             buffers=lambda unit: 0,
             connects=False,
+            goes_on=True,
             zero_pays=False,
         ),
         Transport(
@@ -307,9 +326,10 @@ TRANSPORTS: Final[dict[str, Transport]] = {
             uses_worker_cores=True,
             reduce_preserves_inputs=True,
             rounds_on_wire=False,
+            goes_on=True,
         ),
-        Transport("star", "transport.tcp.star:StarGroup", _to_server, needs_server=True, zero_pays=False),
-        Transport("ring", "transport.tcp.ring:RingGroup", _round_a_ring, one_order=False),
+        Transport("star", "transport.tcp.star:StarGroup", _to_server, needs_server=True, goes_on=True, zero_pays=False),
+        Transport("ring", "transport.tcp.ring:RingGroup", _round_a_ring, one_order=False, goes_on=True),
         Transport("torch", "transport.torch_dist:TorchGroup", _by_parts, buffers=lambda unit: unit),
         Transport(
             "protocol2",
@@ -345,52 +365,6 @@ def fastest_here(workers: int) -> str:
     if workers == 1:
         return "local"
     return "shm" if sys.platform == "linux" else "torch"
-
-
-def are_bounds(bounds: Sequence[int], total: int, parts: int) -> bool:
-    """Whether bounds cut `total` elements into so many parts."""
-    whole = len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == total
-    return whole and all(lo <= hi for lo, hi in pairwise(bounds))
-
-
-def check_bounds(bounds: Sequence[int], total: int, parts: int) -> None:
-    """Refuse bounds that do not cut `total` elements into so many parts."""
-    if not are_bounds(bounds, total, parts):
-        raise ValueError(f"{list(bounds)} does not cut {total} elements into {parts} parts")
-
-
-def first_row(nodes: torch.Tensor) -> torch.Tensor:
-    """Where the sum of a contribution ends."""
-    return nodes if nodes.dim() == 1 else nodes[0]
-
-
-def rows_of(nodes: torch.Tensor, order: Order, rank: int) -> list[torch.Tensor]:
-    """The rows that a rank contributes, checked against the order."""
-    rows = [nodes] if nodes.dim() == 1 else list(nodes)
-    if len(rows) < len(order.nodes[rank]):
-        raise ValueError(f"rank {rank} contributes {len(order.nodes[rank])} nodes but has {len(rows)} rows")
-    return rows[: len(order.nodes[rank])]
-
-
-def round_as(wire: Wire, values: torch.Tensor) -> None:
-    """Round gradients in place to what the wire can carry."""
-    if wire == "bf16":
-        values.copy_(values.bfloat16())
-
-
-def sum_rounded(rows: Sequence[torch.Tensor], order: Order) -> torch.Tensor:
-    """The sum with a bf16 wire: every term and every partial sum is rounded, so that it does not matter which of them
-    travel. torch adds bf16 in f32 and rounds the result."""
-    import torch
-
-    leaves = [row.to(torch.bfloat16, copy=True) for row in rows]
-    order.add_up(leaves)
-    return leaves[0]
-
-
-def one_node_each(world_size: int) -> Order:
-    """The order when every rank contributes one row."""
-    return make_order(world_size, world_size)
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

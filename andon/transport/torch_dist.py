@@ -28,19 +28,9 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from andon.engine.order import Order, shares
 from andon.errors import UserError
-from andon.transport.base import (
-    SOMEONE,
-    Group,
-    GroupTimeout,
-    PeerLost,
-    ProtocolError,
-    Rendezvous,
-    Settings,
-    first_row,
-    one_node_each,
-    rows_of,
-)
+from andon.transport.base import SOMEONE, Group, GroupTimeout, PeerLost, ProtocolError, Rendezvous, Settings
 from andon.transport.keys import LinkKeys
+from andon.transport.rows import first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import listen
 
 Transfer = tuple[int, torch.Tensor]

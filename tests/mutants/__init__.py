@@ -35,7 +35,7 @@ class Mutant:
 
 def everything() -> list[Mutant]:
     """All mutants, by room."""
-    from tests.mutants import checkpoints, foundations, protocol2, steps, transports, tuning
+    from tests.mutants import checkpoints, foundations, generations, protocol2, runs, steps, tools, transports, tuning
 
-    rooms = (foundations, steps, checkpoints, transports, protocol2, tuning)
+    rooms = (foundations, runs, steps, checkpoints, transports, generations, tools, protocol2, tuning)
     return [mutant for room in rooms for mutant in room.MUTANTS]

@@ -252,7 +252,7 @@ MUTANTS = [
     Mutant(
         "server-halts-with-0",
         "A gradient server that stopped the line exits as if it had not.",
-        "commands/gradient_server.py",
+        "commands/gradient_server/serve.py",
         "        return EXIT_HALTED\n",
         "        return 0\n",
         (f"{COMMAND}test_what_is_not_finite_halts_with_3_and_halt_json",),
@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         "left-and-not-missed",
         "The others go on without a worker that has left, and nobody is told.",
-        "commands/gradient_server.py",
+        "commands/gradient_server/serve.py",
         "            self.lost_workers += self._left\n",
         "            self._left.sort()\n",
         (f"{COMMAND}test_who_leaves_before_the_others_is_told_to_be_missing",),
@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         "leaving-is-dying",
         "A worker that leaves with its last mean counts as lost while the others still receive it.",
-        "commands/gradient_server.py",
+        "commands/gradient_server/serve.py",
         "has_all = self._finishing and not worker.may_write",
         "has_all = self._finishing and worker.may_write",
         (f"{COMMAND}test_who_has_the_last_mean_may_leave_while_others_still_receive_it",),

@@ -36,7 +36,7 @@ MUTANTS = [
     Mutant(
         "sums-not-rounded",
         "With bf16 on the wire only contributions are rounded, and not every partial sum.",
-        "transport/base.py",
+        "transport/rows.py",
         "leaves = [row.to(torch.bfloat16, copy=True) for row in rows]",
         "leaves = [row.bfloat16().float() for row in rows]",
         ("test_group_contract.py::test_sums_are_the_oracles[bf16-shm-3]",),

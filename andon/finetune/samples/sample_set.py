@@ -111,9 +111,9 @@ class SampleBatches(Windows):
         """Inputs and targets of a slot."""
         return self.stack(self.windows(step, slot))
 
-    def sources(self, step: int, slot: int) -> list[str]:
-        """The files and lines of a slot, for a halt to name."""
-        return [self.samples.place(number) for number in self.windows(step, slot)]
+    def name(self, window: int) -> str:
+        """The file and line of a sample."""
+        return self.samples.place(window)
 
     def validation(self, count: int) -> Iterator[Batch]:
         """The first held-out samples, in micro-batches."""

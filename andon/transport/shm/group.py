@@ -27,17 +27,8 @@ import torch
 from andon.engine.order import Order, shares
 from andon.errors import UserError
 from andon.machine import machine_id
-from andon.transport.base import (
-    Group,
-    ProtocolError,
-    Rendezvous,
-    Settings,
-    Wire,
-    first_row,
-    one_node_each,
-    rows_of,
-    sum_rounded,
-)
+from andon.transport.base import Group, ProtocolError, Rendezvous, Settings
+from andon.transport.rows import Wire, first_row, one_node_each, rows_of, sum_rounded
 from andon.transport.shm.barrier import SYS_FUTEX, Barrier
 from andon.transport.shm.segment import MAILBOX_BYTES, STAGE_BYTES, Segment, SegmentLayout, new_memory, whole_pages
 
@@ -102,6 +93,7 @@ class ShmGroup(Group):
             except PermissionError as error:
                 raise _unavailable("the workers run as different users") from error
             group = cls(rank, pids, first, settings.timeout, settings.wire)
+            settings.watch(group)
             try:
                 group._barrier.wait("opening shared memory")
             except BaseException:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from andon.transport.base import Wire, first_row
+from andon.transport.rows import Wire, first_row
 from andon.transport.tcp.frames import Floats
 
 Span = tuple[int, int]

@@ -22,7 +22,8 @@ from typing import Self
 import torch
 
 from andon.engine.order import Order, shares
-from andon.transport.base import Group, Rendezvous, Settings, Wire, check_bounds, first_row, one_node_each, rows_of
+from andon.transport.base import SOMEONE, Group, PeerLost, Rendezvous, Settings
+from andon.transport.rows import Wire, check_bounds, first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import Acceptor, Channel, agree_on_keys, connect
 from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, add, on_host
 from andon.transport.tcp.failure_detector import FailureDetector
@@ -56,6 +57,8 @@ class RingGroup(Group):
             tls.check_accepts()
         with ExitStack() as undo:
             acceptor = undo.enter_context(closing(Acceptor(settings.host, 0, size, keys, tls)))
+            opening = _Opening(acceptor)
+            settings.watch(opening)
             addresses = rendezvous.exchange("ring", " ".join(map(str, acceptor.address)))
 
             def connect_to(peer: int, channel: str) -> socket.socket:
@@ -73,13 +76,15 @@ class RingGroup(Group):
             undo.callback(acceptor.interrupt)
             right = connect_to((rank + 1) % size, "data")
             links = {peer: connect_to(peer, "heartbeat") for peer in range(rank)}
-            accepted = accepting.result()
+            accepted = opening.wait(accepting)
             left = accepted.pop(from_left)
             links |= {peer: sock for (_, peer), sock in accepted.items()}
             undo.pop_all()
         pool.shutdown()
         acceptor.close()
-        return cls(rank, left, right, FailureDetector(links, [left, right], timeout), settings.wire)
+        group = cls(rank, left, right, FailureDetector(links, [left, right], timeout), settings.wire)
+        settings.watch(group)
+        return group
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self._reduce("all-reduce", nodes, shares(nodes.shape[-1], self.world_size), order)
@@ -153,6 +158,26 @@ class RingGroup(Group):
             values.round()
         self._detector.run([into, out], operation)
         self.bytes_sent += values.item_size * sum(hi - lo for lo, hi in schedule.leaving)
+
+
+class _Opening:
+    """A ring that opens: when a rank is lost, nobody waits for its connections."""
+
+    def __init__(self, acceptor: Acceptor) -> None:
+        self._acceptor = acceptor
+        self._lost: tuple[int, str] | None = None
+
+    def abort(self, rank: int, detail: str) -> None:
+        self._lost = rank, detail
+        self._acceptor.interrupt()
+
+    def wait(self, accepting: Future[dict[Channel, socket.socket]]) -> dict[Channel, socket.socket]:
+        """The connections that were accepted; `PeerLost` if they were not waited for."""
+        try:
+            return accepting.result()
+        except OSError as error:
+            rank, detail = self._lost or (SOMEONE, str(error))
+            raise PeerLost(rank, "connecting", 0.0, detail) from error
 
 
 def _close_accepted(accepting: Future[dict[Channel, socket.socket]]) -> None:

@@ -16,8 +16,9 @@ from typing import Final, Self
 import torch
 
 from andon.engine.order import Order
-from andon.transport.base import Group, Rendezvous, Settings, Wire, check_bounds, first_row, one_node_each, rows_of
+from andon.transport.base import Group, Rendezvous, Settings
 from andon.transport.keys import SERVER
+from andon.transport.rows import Wire, check_bounds, first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import connect
 from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, on_host
 from andon.transport.tcp.failure_detector import FailureDetector
@@ -59,7 +60,9 @@ class StarGroup(Group):
 
             data, link = connect_to_server("data"), connect_to_server("heartbeat")
             undo.pop_all()
-        return cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), settings.wire)
+        group = cls(rank, size, data, FailureDetector({SERVER: link}, [data], timeout), settings.wire)
+        settings.watch(group)
+        return group
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self._reduce("all-reduce", nodes, (0, nodes.shape[-1]), order)

@@ -12,8 +12,9 @@ from contextlib import closing, suppress
 from typing import Final, Literal
 
 from andon.engine.order import order_of_ranges
-from andon.transport.base import ProtocolError, are_bounds
+from andon.transport.base import ProtocolError
 from andon.transport.keys import LinkKeys
+from andon.transport.rows import are_bounds
 from andon.transport.tcp.connect import Acceptor
 from andon.transport.tcp.entrance.tls import Tls
 from andon.transport.tcp.failure_detector import FailureDetector

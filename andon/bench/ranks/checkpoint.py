@@ -1,0 +1,170 @@
+"""One rank of the checkpoint benchmark: `python -m andon.bench.ranks.checkpoint TASK` prints its timings."""
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from blake3 import blake3
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from andon.bench.ranks.train import RandomBatches, initialised, make_optimizer, make_trainer
+from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
+from andon.checkpoint.format import CHUNK_BYTES
+from andon.integrity.fingerprint import as_bytes
+from andon.model.shape import SHAPES
+from andon.optim.sharding import Zero
+from andon.transport.base import fastest_here, open_group
+from andon.transport.torch_dist import StoreRendezvous
+
+PLAIN_STEPS = 3
+MOST_STEPS = 40  # during one save; after that the end of the save is waited for, which would count as its stall
+
+
+class Bench:
+    """One rank: a model that trains, and its checkpointer."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
+        rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=120.0)
+        self.group = open_group(fastest_here(task["ranks"]), rendezvous)
+        self.is_rank_0, self.folder = self.group.rank == 0, Path(task["folder"])
+        shape = SHAPES[task["preset"]]
+        optimizer = make_optimizer(initialised(shape), self.group, Zero("off"))
+        facts = RunFacts(self.folder, state={}, files={})
+        self.checkpointer = Checkpointer(optimizer, facts, SaveSettings(keep=1), self._tell)
+        batches = RandomBatches(shape, task["tokens"], seed=task["rank"])
+        self.trainer = make_trainer(optimizer, batches, self.checkpointer)
+        self.arena = optimizer.model.arena
+        self.flats = [self.arena.weights, *optimizer.rule.state.values()]
+        self.copies = [flat.clone() for flat in self.flats] if self.is_rank_0 else []
+        self.bytes = sum(flat.nbytes for flat in self.flats)
+        self.saves: list[dict[str, Any]] = []
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        if kind == "save_failed":
+            raise RuntimeError(fields["reason"])
+        if kind == "checkpoint":
+            self.saves.append(fields)
+
+    def step(self) -> float:
+        """One step as in training; its seconds."""
+        started = time.perf_counter()
+        self.trainer.train_step()
+        return time.perf_counter() - started
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Rank 0 does something while the others wait; its seconds."""
+        self.group.barrier()
+        started = time.perf_counter()
+        if self.is_rank_0:
+            work()
+        seconds = time.perf_counter() - started
+        self.group.barrier()
+        return seconds
+
+    def all_see(self, done: bool) -> bool:
+        """Whether it is done in the eyes of rank 0."""
+        return self.group.all_gather_bytes(b"1" if done else b"")[0] == b"1"
+
+    def copy(self) -> None:
+        """One plain copy of the state."""
+        for flat, copy in zip(self.flats, self.copies, strict=True):
+            copy.copy_(flat)
+
+    def write(self) -> None:
+        """Plain writes of as many bytes, then fsync: what dd does."""
+        path = self.folder / "plain"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for flat in self.flats:
+            data = as_bytes(flat)
+            for start in range(0, len(data), CHUNK_BYTES):
+                os.write(descriptor, data[start : start + CHUNK_BYTES])
+        os.fsync(descriptor)
+        os.close(descriptor)
+        path.unlink()
+
+    def save_in_background(self) -> tuple[float, float, float, float]:
+        """A save while training: stall, the step during the snapshot, those while writing, seconds."""
+        before = len(self.saves)
+        self.checkpointer.save(self.trainer.progress.step)
+        with_snapshot = self.step()
+        writing: list[float] = []
+        while not self.all_see(len(self.saves) > before) and len(writing) < MOST_STEPS:
+            writing.append(self.step())
+        self.checkpointer.finish()
+        save = self.saves[-1]
+        stall = save["stall_ms"] / 1e3
+        return stall, with_snapshot, statistics.median(writing or [with_snapshot]), save["seconds"]
+
+    def async_save_in_background(self) -> tuple[float, float]:
+        """The same with async_save of rank 0: stall, and the steps while it writes."""
+        folder = self.folder / "theirs"
+        futures: list[Future[Any]] = []
+
+        def save() -> None:
+            views = self.arena.layout.views
+            state = {
+                f"{number}.{name}": view for number, flat in enumerate(self.flats) for name, view in views(flat).items()
+            }
+            future = async_save(state, checkpoint_id=folder, process_group=dist.group.WORLD)
+            assert isinstance(future, Future)
+            futures.append(future)
+
+        stall = self.timed(save)
+        steps = [self.step()]
+        while not self.all_see(all(future.done() for future in futures)) and len(steps) < MOST_STEPS:
+            steps.append(self.step())
+        self.timed(lambda: [future.result() for future in futures])
+        self.timed(lambda: shutil.rmtree(folder))
+        return stall, statistics.median(steps)
+
+    def round(self) -> dict[str, float]:
+        """Everything once."""
+        found: dict[str, float] = {"bytes": self.bytes}
+        found["step"] = statistics.median(self.step() for _ in range(PLAIN_STEPS))
+        found["copy"] = self.timed(self.copy)
+        save = self.save_in_background()
+        found["stall"], found["step_snapshot"], found["step_writing"], found["save"] = save
+        found["async_stall"], found["step_async"] = self.async_save_in_background()
+        found["dd"] = self.timed(self.write)
+        self.step()
+        self.checkpointer.save(self.trainer.progress.step, wait=True)
+        found["idle_save"] = self.saves[-1]["seconds"]
+        seconds = self.timed(lambda: blake3(as_bytes(self.flats[0])).digest())
+        found["hash_gb_s"] = self.flats[0].nbytes / seconds / 1e9 if self.is_rank_0 else 0.0
+        return found
+
+
+def main(task: dict[str, Any]) -> None:
+    """Measure and print the rounds as JSON."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    bench = Bench(task)
+    if bench.is_rank_0:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    bench.step()
+    bench.round()  # to warm up: the first save of either makes its buffers
+    results: dict[str, list[float]] = defaultdict(list)
+    for _ in range(task["repetitions"]):
+        for name, value in bench.round().items():
+            results[name].append(value)
+    if bench.is_rank_0:
+        dist.destroy_process_group()
+    bench.trainer.close()
+    bench.group.close()
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

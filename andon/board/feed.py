@@ -1,0 +1,180 @@
+"""What the page is told of a run: everything once, and then, once a second, only what is new.
+
+A *section* is a part of the page (lamps, saves, samples, …); it is sent again when it has changed. A *delta* is one
+message with new rows of the curve and changed sections; all viewers of a run get the same one, encoded once. A viewer
+that was away gets the deltas that it missed, or is told to reload.
+"""
+
+import json
+import math
+import time
+from collections import deque
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+from andon.board.curves import downsample
+from andon.board.history import COLUMNS, History
+from andon.board.text import plain
+from andon.run.events import as_json
+
+POINTS = 900
+ROWS_OF_DELTA = 200
+KEPT = 64  # deltas
+PAGE_FIRST = 1.0  # seconds in which a page opens before the rest of a large file is read
+SHOWN_EVALS, SHOWN_SAVES = 400, 40
+
+
+class Feed:
+    """One run, read for any number of viewers."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
+        self.history = History.quick(folder / "metrics.jsonl")
+        self.number = 0
+        """Of the last delta."""
+        self.edition = 0
+        """Of the history: a viewer of an earlier one reloads."""
+        self.deltas: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        self._sections: dict[str, str] = self._encode_sections()
+        self._rows, self._strip_step = self.history.count, self._newest_strip()
+        self._lock = Lock()
+        self._whole: History | None = None
+        if self.history.stride > 1:
+            Thread(target=self._read_whole, name="andon-board-history", daemon=True).start()
+
+    def _read_whole(self) -> None:
+        time.sleep(PAGE_FIRST)
+        whole = History(self.history.path)
+        whole.advance()
+        self._whole = whole
+
+    def advance(self) -> None:
+        """Read what is new; makes a delta of it, if anything is."""
+        with self._lock:
+            if self._whole:
+                self._replace(self._whole)
+            history = self.history
+            history.advance()
+            if history.replaced:
+                self._replace(History.quick(history.path))
+                return
+            changed = {name: text for name, text in self._encode_sections().items() if self._sections[name] != text}
+            self._sections |= changed
+            rows = self._new_rows()
+            if changed or rows:
+                parts = [f'"{name}":{text}' for name, text in (changed | rows).items()]
+                self.number += 1
+                self.deltas.append((self.number, "{" + ",".join(parts) + "}"))
+
+    def _replace(self, history: History) -> None:
+        history.advance()
+        self.history, self._whole = history, None
+        self.edition += 1
+        self.deltas.clear()
+        self._sections = self._encode_sections()
+        self._rows, self._strip_step = history.count, self._newest_strip()
+
+    def _new_rows(self) -> dict[str, str]:
+        """New rows of the curve and of the strip, and how far the curve went back before."""
+        history, result = self.history, dict[str, str]()
+        first = self._rows
+        if history.cut is not None:
+            result["cut"] = as_json(history.cut)
+            first = min(first, int((history.steps <= history.cut).sum()))
+            history.cut = None
+        if history.count > first:
+            columns = {name: history.column(name)[first:] for name in COLUMNS}
+            result["rows"] = _dumps(downsample(history.steps[first:], columns, ROWS_OF_DELTA))
+        new = [each for each in history.strip if each[0] > self._strip_step or result.get("cut")]
+        if new:
+            result["strip"] = _dumps(new)
+        self._rows, self._strip_step = history.count, self._newest_strip()
+        return result
+
+    def _newest_strip(self) -> int:
+        return self.history.strip[-1][0] if self.history.strip else -1
+
+    def everything(self) -> str:
+        """All that a page needs when it opens."""
+        self.advance()
+        with self._lock:
+            history = self.history
+            parts = {
+                **self._sections,
+                "cursor": f'"{self.edition}.{self.number}"',
+                "curve": _dumps(self.curve(0.0, math.inf, POINTS)),
+                "strip": _dumps(list(history.strip)),
+                "partial": "true" if history.stride > 1 else "false",
+            }
+            return "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
+
+    def curve(self, first: float, last: float, points: int) -> dict[str, list[float | None]]:
+        """The curve between two steps."""
+        steps = self.history.steps
+        low, high = (steps < first).sum(), (steps <= last).sum()
+        columns = {name: self.history.column(name)[low:high] for name in COLUMNS}
+        used = {name: each for name, each in columns.items() if name != "mfu" or (each == each).any()}
+        return downsample(steps[low:high], used, points)
+
+    def since(self, cursor: str) -> list[tuple[int, str]] | None:
+        """The deltas after a viewer's cursor; None if it has to reload."""
+        edition, _, number = cursor.partition(".")
+        if edition != str(self.edition) or not number.isdigit():
+            return None
+        missed = [delta for delta in self.deltas if delta[0] > int(number)]
+        return missed if len(missed) == self.number - int(number) else None
+
+    def _encode_sections(self) -> dict[str, str]:
+        return {name: _dumps(plain(value)) for name, value in self.sections().items()}
+
+    def sections(self) -> dict[str, Any]:
+        """The parts of the page."""
+        story, history = self.history.story, self.history
+        state = story.state_now()
+        # What changes in every step is rounded, or comes with the rows.
+        step_seconds = story.step_seconds
+        status = {
+            "name": self.folder.name or str(self.folder),
+            "folder": str(self.folder),
+            "state": state,
+            "step": story.step,
+            "time": story.time,
+            "started": story.started,
+            "step_seconds": float(f"{step_seconds:.3g}") if step_seconds == step_seconds else None,
+            "skipped": story.skipped,
+            **story.facts,
+        }
+        evals = list(story.evals)
+        thin = evals[:: max(1, len(evals) // SHOWN_EVALS)] if len(evals) > SHOWN_EVALS else evals
+        return {
+            "status": status,
+            "workers": [vars(worker) for worker in story.lamps(state)],
+            "evals": [[None if value != value else value for value in each] for each in thin],
+            "saves": [_finite(save) for save in list(story.saves.values())[-SHOWN_SAVES:]],
+            "samples": list(story.samples),
+            "notes": list(story.notes)[-12:],
+            "halt": story.halt,
+            "done": {key: each for key, each in (story.done or {}).items() if key != "samples"} or None,
+            "lanes": story.lanes_now(),
+            "generations": list(story.generations)[-40:],
+            "redone": history.redone,
+        }
+
+
+def glance(folder: Path, key: str) -> dict[str, Any]:
+    """A run in the list of runs, as the end of its file tells."""
+    history = History(folder / "metrics.jsonl")
+    history.read_end()
+    story = history.story
+    fields = {"key": key, "name": folder.name, "state": story.state_now(), "step": story.step}
+    shown: dict[str, Any] = plain({**fields, "loss": story.last.get("loss"), "time": story.time})
+    return shown
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if value != value else value for key, value in fields.items()}
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)

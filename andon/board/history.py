@@ -1,0 +1,233 @@
+"""A run's metrics.jsonl as columns, read once and then only what was appended.
+
+Rows are in the order of steps. When a run goes on from an earlier step, the rows after it are *done again*: they leave
+the curve and are kept apart, so that the curve is one. With a `stride` above 1 only every n-th step is parsed, and all
+other events: a file of a million steps opens at once and is read whole in the background.
+"""
+
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from io import FileIO
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from andon.board.curves import Curve, Floats, downsample
+from andon.board.story import Story
+from andon.board.text import integer, number
+from andon.run.events import Event
+
+COLUMNS = ("loss", "tokens_per_s", "grad_norm", "lr", "mfu")
+STEP = b'{"event": "step"'
+NEWLINE = ord("\n")
+NUMBER = rb"(-?[0-9][-+0-9.e]*)"
+PLAIN_STEP = re.compile(
+    STEP
+    + b"".join(b', "%b": %b' % (key, NUMBER) for key in (b"time", b"step", b"loss", b"tokens"))
+    + b"".join(b', "%b": %b' % (key, NUMBER) for key in (b"tokens_per_s", b"lr", b"grad_norm"))
+)
+MFU = re.compile(rb'"mfu": ([0-9][-+0-9.e]*)}$')
+CHUNK = 4 << 20
+LARGE = 24 << 20  # bytes of a file that is first read with a stride
+PARSED_AT_ONCE = 6_000  # steps of such a file, at most
+IN_BULK = 400  # lines from which on steps are read in bulk
+STRIP = 160  # steps whose phases are kept
+MOST_REDONE, POINTS_REDONE = 24, 200
+TAIL = 256 << 10  # bytes at the end of a file: enough for the last steps
+
+
+class History:
+    """The steps of a run in columns, and the story of everything else."""
+
+    def __init__(self, path: Path, stride: int = 1) -> None:
+        self.path, self.stride = path, stride
+        self.story = Story()
+        self.count = 0
+        """Rows of the curve."""
+        self.redone: list[Curve] = []
+        """Steps and losses of what was done again."""
+        self.strip: deque[tuple[int, dict[str, list[float]]]] = deque(maxlen=STRIP)
+        """(step, milliseconds by phase and rank) of the last steps."""
+        self.cut: float | None = None
+        """The lowest step to which the curve went back since someone asked."""
+        self.replaced = False
+        """Whether another file has its name now."""
+        self._rows = np.empty((len(COLUMNS) + 1, 1024))
+        self._offset, self._identity, self._skipped = 0, (0, 0), 0
+
+    @classmethod
+    def quick(cls, path: Path) -> "History":
+        """A history that has been read, with a stride if the file is large."""
+        try:
+            size = path.stat().st_size
+        except OSError:
+            size = 0
+        history = cls(path, max(1, size // 300 // PARSED_AT_ONCE) if size > LARGE else 1)
+        history.advance()
+        if history.stride > 1:
+            for event in parse(tail(path)):
+                history._add_times(event, integer(event.get("step")) if isinstance(event, dict) else 0)
+        return history
+
+    @property
+    def steps(self) -> Floats:
+        return self._rows[0, : self.count]
+
+    def column(self, name: str) -> Floats:
+        return self._rows[1 + COLUMNS.index(name), : self.count]
+
+    def advance(self) -> None:
+        """Read what was appended since the last call."""
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                identity = (status.st_dev, status.st_ino)
+                if self._offset and (identity != self._identity or status.st_size < self._offset):
+                    self.replaced = True
+                    return
+                self._identity = identity
+                file.seek(self._offset)
+                for lines in self._chunks(file) if self.stride == 1 else [list(chain(*self._chunks(file)))]:
+                    self._add_lines(lines)
+        except FileNotFoundError:
+            self.replaced = bool(self._offset)
+        except OSError:  # a disk that does not answer, or a file that may not be read: the next call tries again
+            return
+
+    def read_end(self) -> None:
+        """Read the last events only."""
+        self._add(parse(tail(self.path)))
+
+    def _chunks(self, file: FileIO) -> Iterator[list[bytes]]:
+        """The whole lines of a file from here on, as many at a time as fit into a chunk."""
+        while chunk := file.read(CHUNK):
+            end = chunk.rfind(b"\n") + 1
+            if not end:
+                return
+            self._offset += end
+            file.seek(self._offset)
+            yield chunk[:end].split(b"\n") if self.stride == 1 else self._some(chunk, end)
+
+    def _add_lines(self, lines: list[bytes]) -> None:
+        if len(lines) > IN_BULK:
+            self._add_many(lines[:-STRIP])
+            lines = lines[-STRIP:]
+        self._add(parse(lines))
+
+    def _some(self, chunk: bytes, end: int) -> list[bytes]:
+        """Every n-th step and all other lines, without looking at the rest."""
+        data = np.frombuffer(chunk, np.uint8, end)
+        starts = np.concatenate([[0], np.flatnonzero(data == NEWLINE) + 1])
+        whole = starts[:-1] + len(STEP) < len(data)
+        at = np.where(whole, starts[:-1], 0)
+        is_step = whole & (data[at + len(STEP) - 1] == STEP[-1])
+        for back in (2, 3, 4):  # `step` differs from other kinds in these
+            is_step &= data[at + len(STEP) - back] == STEP[-back]
+        numbers = np.cumsum(is_step) + self._skipped
+        self._skipped = int(numbers[-1]) % self.stride
+        chosen = np.flatnonzero(~is_step | (numbers % self.stride == 0))
+        return [chunk[starts[line] : starts[line + 1] - 1] for line in chosen]
+
+    def _add_many(self, lines: list[bytes]) -> None:
+        """Steps as this version writes them, in bulk; whatever else there is, one by one."""
+        for is_plain, group in groupby(((plain_step(line), line) for line in lines), lambda each: bool(each[0])):
+            found = list(group)
+            table = np.array([fields for fields, _ in found], "S32").astype(np.float64).T if is_plain else np.empty(0)
+            is_next = bool(is_plain and table[1, 0] > (self.steps[-1] if self.count else 0))
+            if not is_next or not (np.diff(table[1]) > 0).all():
+                self._add(parse([line for _, line in found]))
+                continue
+            _, steps, loss, tokens, tokens_per_s, lr, norm, mfu = table
+            self._append(np.stack([steps, loss, tokens_per_s, norm, lr, mfu]))
+            self.story.tokens += int(tokens[:-1].sum())
+            for event in parse([found[-1][1]]):
+                self.story.add_step(event, int(steps[-1]))
+
+    def _append(self, rows: Floats) -> None:
+        end = self.count + rows.shape[1]
+        while end > self._rows.shape[1]:
+            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)], axis=1)
+        self._rows[:, self.count : end] = rows
+        self.count = end
+
+    def _add(self, events: Iterable[Any]) -> None:
+        for event in events:
+            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+                continue
+            if event["event"] == "step":
+                self._add_step(event)
+            else:
+                if event["event"] == "start":
+                    self._go_back(integer(event.get("step")))
+                self.story.add(event)
+
+    def _add_step(self, event: Event) -> None:
+        step = integer(event.get("step"))
+        if self.count and step <= self._rows[0, self.count - 1]:
+            self._go_back(step - 1)
+        self._append(np.array([[step], *([number(event.get(name))] for name in COLUMNS)]))
+        self.story.add_step(event, step)
+        if self.stride == 1:
+            self._add_times(event, step)
+
+    def _add_times(self, event: Any, step: int) -> None:
+        times = event.get("rank_ms") if isinstance(event, dict) else None
+        if isinstance(times, dict):
+            self.strip.append((step - 1, {str(name): by_rank(each) for name, each in list(times.items())[:12]}))
+
+    def _go_back(self, step: int) -> None:
+        """The run goes on after `step`: the later rows were done for nothing."""
+        keep = int(np.searchsorted(self.steps, step, "right"))
+        if keep == self.count:
+            return
+        first = max(0, keep - 1)
+        self.redone.append(downsample(self.steps[first:], {"loss": self.column("loss")[first:]}, POINTS_REDONE))
+        del self.redone[:-MOST_REDONE]
+        self.count = keep
+        self.cut = min(step, self.cut if self.cut is not None else step)
+
+
+def plain_step(line: bytes) -> tuple[bytes, ...] | None:
+    """The numbers of a step as this version writes it, the MFU or NaN last; None for other lines."""
+    if line.endswith(b'"}') or not (found := PLAIN_STEP.match(line)):  # a step that was skipped ends with the reason
+        return None
+    mfu = None if line.endswith(b"}}") else MFU.search(line, max(0, len(line) - 32))
+    return *found.groups(), mfu[1] if mfu else b"nan"
+
+
+def tail(path: Path) -> list[bytes]:
+    """The last lines of a file."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL))
+        lines = file.read().split(b"\n")
+    return lines[1 if size > TAIL else 0 : -1]
+
+
+def by_rank(values: Any) -> list[float]:
+    """Milliseconds of each rank; 0 for what is no number."""
+    found = [number(value) for value in values[:4096]] if isinstance(values, list) else []
+    return [max(0.0, value) if value == value else 0.0 for value in found]
+
+
+def parse(lines: list[bytes]) -> Iterable[Any]:
+    """The events of these lines; a line that is no JSON is skipped."""
+    lines = [line for line in lines if line]
+    try:
+        found: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")  # twice as fast as line by line
+        return found
+    except (ValueError, RecursionError):
+        return _one_by_one(lines)
+
+
+def _one_by_one(lines: list[bytes]) -> Iterable[Any]:
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError):
+            continue

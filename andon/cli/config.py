@@ -1,0 +1,52 @@
+"""`andon config …`: one function per command, which parses and makes one call."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from andon.cli.arguments import ANY, AsJson, Finetune, Words, new_app, run_configuration, terminal
+
+config_app = new_app(name="config", help="Show and check configurations.")
+
+
+@config_app.command("show", context_settings=ANY)
+def config_show(words: Words = None, finetune: Finetune = False, as_json: AsJson = False) -> None:
+    """Print the configuration that CONFIG.yaml, presets and options resolve to, with the help of each key."""
+    from andon.config.show import annotated
+
+    config = run_configuration(words or (["MODEL", "DATA"] if finetune else []), finetune)
+    typer.echo(config.model_dump_json() + "\n" if as_json else annotated(config), nl=False)
+
+
+@config_app.command("presets")
+def config_presets(as_json: AsJson = False) -> None:
+    """List the presets: sizes of the model, and settings that train it well."""
+    from andon.config.show import show_presets
+
+    show_presets(terminal(), as_json)
+
+
+@config_app.command("reference")
+def config_reference() -> None:
+    """Print every key with its default and help, in Markdown."""
+    from andon.config.show import reference
+
+    typer.echo(reference(), nl=False)
+
+
+@config_app.command("validate", context_settings=ANY)
+def config_validate(context: typer.Context) -> None:
+    """Check CONFIG.yaml and overrides."""
+    config = run_configuration(context.args)
+    steps = f"{config.train.steps:,} steps" if config.train.steps else "as many steps as its epochs take"
+    typer.echo(f"valid: {config.model_name}, {steps}, {config.workers} workers")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of configurations."""
+    from andon.config.schema import Config
+
+    typer.echo(json.dumps(Config.model_json_schema(), indent=2))

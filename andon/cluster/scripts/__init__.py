@@ -1,0 +1,1 @@
+"""Scripts of the users: `andon.init` and `andon run`."""

@@ -1,0 +1,63 @@
+"""A script's worker of `andon run`: the group of each generation, and the way from one to the next.
+
+A worker that replaces another runs the script from its first line, alone, and becomes a member where the script's loop
+begins (`model.steps`): only then is it ready, and the others do not wait for it before.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from andon.control.client import CoordinatorClient
+from andon.engine.membership import Membership
+from andon.run.script import enter_generation, part_from_generation
+from andon.transport.base import SOMEONE, Group, GroupError, Settings, fastest_here, open_group
+from andon.transport.changing import ChangingGroup
+from andon.transport.local import LocalGroup
+
+
+class ScriptWorker:
+    """Opens the groups of one worker's generations."""
+
+    def __init__(self, client: CoordinatorClient, settings: Settings, joins: bool) -> None:
+        self.client, self.settings = client, settings
+        self._is_member = not joins
+        first = LocalGroup(settings.wire) if joins else self._open()
+        self.group = ChangingGroup(first, self.go_on, client.report, joins)
+        self.group.stop_wanted, self.group.change_wanted = client.stop.is_set, client.change.is_set
+
+    def _open(self) -> Group:
+        client = self.client
+        settings = replace(self.settings, keys=client.keys, host=client.host, watch=client.watch)
+        group = open_group(fastest_here(client.world_size), client, settings)
+        group.generation = client.keys.generation if client.keys else 0
+        client.watch(group)
+        return group
+
+    def go_on(self, optimizer: Any, why: Exception | None) -> None:
+        """Leave the group, if there is one, and enter the next generation; `GroupError` if there will be none."""
+        client, group = self.client, self.group
+        slots = optimizer.model.membership.order.slots
+        while True:
+            if self._is_member:
+                if isinstance(why, GroupError):
+                    group.abort(getattr(why, "rank", SOMEONE), "the generation has ended")
+                part_from_generation(optimizer)
+                group.leave()
+                begins = client.part(str(why or "somebody joins"), getattr(why, "rank", SOMEONE) if why else None)
+            else:
+                client.enter({"data": "", "folder": ""})
+                begins = client.wait_for_generation()
+            if not begins:
+                raise why if isinstance(why, GroupError) else GroupError("the run has ended")
+            self._is_member = True
+            try:
+                group.become(self._open())
+                settled = optimizer.enter(Membership.of(group, slots), client.recorded)
+                enter_generation(optimizer, settled)
+            except GroupError as failure:
+                why = failure
+                continue
+            group.joins = False
+            if group.rank == 0:
+                client.report(list(settled.records.values()))
+            return

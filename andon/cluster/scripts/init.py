@@ -1,0 +1,116 @@
+"""`andon.init`: the group of a process that runs a script of the user's own."""
+
+import atexit
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from types import TracebackType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from andon.cluster.scripts.group import ScriptWorker
+from andon.cluster.scripts.run import NUMERICS, join_launcher, show_without_traceback
+from andon.cluster.session import make_torch_deterministic
+from andon.cluster.signals import save_on_signal
+from andon.integrity.probe import compare_probes, take_probe
+from andon.numerics import Numerics, choose_kernels
+from andon.transport.base import Group, Settings, fastest_here, open_group
+from andon.transport.local import LocalGroup
+from andon.transport.rows import Wire
+from andon.transport.torch_dist import StoreRendezvous, TorchGroup
+
+
+def init(
+    timeout: float = 60.0,
+    seed: int = 0,
+    numerics: Numerics | None = None,
+    threads: int = 1,
+    wire: Wire = "f32",
+    mixed: bool = False,
+) -> Group:
+    """The group of this process; close it at the end.
+
+    Its other ranks are the workers of `andon run`, or those of torchrun or SLURM, or nobody. On one machine they
+    exchange through shared memory, otherwise (and on GPUs) through torch.distributed. torch is made deterministic, with
+    `threads` compute threads per worker, and all generators start from `seed`. `timeout` is how many seconds a rank may
+    make no progress; `wire` rounds gradients on their way; `mixed` lets machines that compute other bits train
+    together. `numerics` is what `andon run` says, or portable."""
+    launcher_says: Numerics = "native" if os.environ.get(NUMERICS) == "native" else "portable"
+    if warning := choose_kernels(numerics or launcher_says):
+        warnings.warn(warning, RuntimeWarning, stacklevel=2)
+    make_torch_deterministic(threads)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    group = _open(Settings(timeout, wire))
+    on_gpu = torch.cuda.is_available()
+    if found := compare_probes(group, take_probe(torch.device("cuda" if on_gpu else "cpu")), mixed):
+        warnings.warn(f"Unequal machines: {found}. Each weight is updated by one of them", RuntimeWarning, stacklevel=2)
+    atexit.register(_close_at_exit, group)
+    return group
+
+
+def _open(settings: Settings) -> Group:
+    if found := join_launcher():
+        client, joins = found
+        return ScriptWorker(client, settings, joins).group
+    _read_slurm()
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    group = LocalGroup(settings.wire) if alone else _open_torchrun(settings)
+    _behave_as_under_andon_run(group)
+    return group
+
+
+def _behave_as_under_andon_run(group: Group) -> None:
+    """Ctrl-C ends the script after a step, which is saved; what a user got wrong is shown without a traceback."""
+    in_a_shell = hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread()
+    ours = (signal.default_int_handler, signal.SIG_IGN)  # a job in the background ignores Ctrl-C
+    if in_a_shell or signal.getsignal(signal.SIGINT) not in ours:
+        return
+    stop, before = threading.Event(), sys.excepthook
+
+    def wish_to_stop() -> None:
+        stop.set()
+        if group.rank == 0:
+            print("Stopping after this step. Once more quits at once.", file=sys.stderr, flush=True)
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if show_without_traceback(error) is None:
+            before(kind, error, trace)
+
+    group.stop_wanted = stop.is_set
+    save_on_signal(wish_to_stop, signal.default_int_handler)
+    sys.excepthook = show
+
+
+def _open_torchrun(settings: Settings) -> Group:
+    """The ranks that torchrun (or SLURM) has started."""
+    here, opened_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), not dist.is_initialized()
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= here  # NCCL wants one for each rank
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if opened_here:
+        dist.init_process_group("nccl" if on_gpus else "gloo")
+    size = dist.get_world_size()
+    if on_gpus or here != size or fastest_here(size) == "torch":
+        return TorchGroup(None, settings, owned=opened_here)
+    store = dist.distributed_c10d._get_default_store()
+    return open_group(fastest_here(size), StoreRendezvous(store, dist.get_rank(), size, settings.timeout), settings)
+
+
+def _read_slurm() -> None:
+    """Ranks that SLURM has started: say so as torchrun would. The address of rank 0 must be given."""
+    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ and "SLURM_PROCID" in os.environ:
+        os.environ.update({name: os.environ[slurm] for name, slurm in names.items() if slurm in os.environ})
+
+
+def _close_at_exit(group: Group) -> None:
+    """A script that ends without `close` loses nothing; after an error the other ranks may be gone, so nobody waits."""
+    if getattr(sys, "last_value", None) is None or group.world_size == 1:
+        group.close()

@@ -1,0 +1,161 @@
+"""`andon export`: a run's metrics.jsonl for the tools that people have: CSV, TensorBoard, Weights & Biases.
+
+The names are those that these tools' users expect: `train/loss`, `val/loss`, … After a resume no step appears twice:
+what was done last counts.
+"""
+
+import csv
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from andon.errors import UserError
+from andon.run.events import Event, read
+
+TRAIN = {"loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/lr", "tokens_per_s": "train/tokens_per_s"}
+EVAL = {"loss": "val/loss", "bits_per_byte": "val/bits_per_byte", "valid_share": "val/valid_share"}
+
+
+@dataclass
+class Row:
+    """What is known of one step."""
+
+    time: float
+    values: dict[str, float] = field(default_factory=dict)
+
+
+def rows(folder: Path) -> dict[int, Row]:
+    """Every step of a run in order, with the numbers that count."""
+    found: dict[int, Row] = {}
+    try:
+        for event in read(folder):
+            _add(found, event)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "A line of it is no event"
+        raise UserError(f"{folder / 'metrics.jsonl'} cannot be read", str(cause), "Name the folder of a run") from None
+    if not found:
+        raise UserError(f"{folder} has no step yet", "The run has not begun", "Wait for its first step")
+    tokens = 0.0
+    for row in found.values():
+        tokens += row.values.pop("tokens", 0.0)
+        row.values["train/tokens"] = tokens
+    return found
+
+
+def _add(found: dict[int, Row], event: Event) -> None:
+    kind, step = event["event"], event.get("step")
+    if not isinstance(step, int):
+        return
+    if kind == "start" or kind == "step":
+        for later in [each for each in reversed(found) if each > step - (kind == "step")]:
+            del found[later]
+    if kind == "step":
+        times = {name: f"time/{name}" for name in event if name.endswith("_ms") and name != "rank_ms"}
+        found[step] = Row(event["time"], _numbers(event, TRAIN | times | {"tokens": "tokens"}))
+    elif kind == "eval":
+        found.setdefault(step, Row(event["time"])).values.update(_numbers(event, EVAL))
+
+
+def _numbers(event: Event, names: dict[str, str]) -> dict[str, float]:
+    """The numbers of an event under their new names; one that was not finite is NaN."""
+    found = {new: event[old] for old, new in names.items() if old in event}
+    return {name: math.nan if value is None else float(value) for name, value in found.items()}
+
+
+def to_csv(folder: Path, output: Path | None) -> Path:
+    """One line a step; empty where there is no number."""
+    output, found = output or folder / "metrics.csv", rows(folder)
+    names = list(dict.fromkeys(name for row in found.values() for name in row.values))
+    with open(output, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "time", *names])
+        for step, row in found.items():
+            writer.writerow([step, row.time, *(row.values.get(name, "") for name in names)])
+    return output
+
+
+def to_tensorboard(folder: Path, output: Path | None) -> Path:
+    """An event file, as `tensorboard --logdir` reads it."""
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError:
+        raise _missing("tensorboard") from None
+    output = output or folder / "tensorboard"
+    found = rows(folder)
+    _clear(output, "events.out.tfevents.*")
+    writer = EventFileWriter(str(output))
+    for step, row in found.items():
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
+        writer.add_event(Record(wall_time=row.time, step=step, summary=Summary(value=values)))
+    writer.close()
+    return output
+
+
+def _clear(output: Path, pattern: str) -> None:
+    """Remove what an earlier export wrote: TensorBoard would show both."""
+    for old in output.glob(pattern):
+        with suppress(OSError):
+            old.unlink()
+
+
+def to_wandb(folder: Path, output: Path | None, online: bool = False) -> Path:
+    """A run of Weights & Biases: offline, for `wandb sync`, or sent at once."""
+    try:
+        import wandb
+    except ImportError:
+        raise _missing("wandb") from None
+    from andon.config.load import load
+
+    found = rows(folder)
+    output = output or folder
+    config: dict[str, Any] = {}
+    with suppress(UserError):
+        config = load(folder / "config.yaml").model_dump(mode="json", exclude={"run", "data"})
+    settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
+    mode: Any = "online" if online else "offline"
+    with wandb.init(
+        project="andon", name=folder.resolve().name, dir=output, mode=mode, config=config, settings=settings
+    ) as run:
+        for step, row in found.items():
+            run.log({**row.values, "_timestamp": row.time}, step=step)
+        return Path(run.dir).parent
+
+
+FORMATS: dict[str, Callable[[Path, Path | None], Path]] = {
+    "csv": to_csv,
+    "tensorboard": to_tensorboard,
+    "wandb": to_wandb,
+}
+
+
+def export(folder: Path, kind: str, output: Path | None, online: bool, console: Console) -> None:
+    """`andon export`: write a run for another tool, and say where."""
+    if kind not in FORMATS:
+        raise UserError(f"There is no format {kind!r}", f"Formats: {', '.join(FORMATS)}", "Choose one of these")
+    began = time.monotonic()
+    try:
+        place = to_wandb(folder, output, online) if kind == "wandb" else FORMATS[kind](folder, output)
+    except OSError as error:
+        remedy = "Choose another --output"
+        raise UserError(f"{output or folder} cannot be written", str(error.strerror or error), remedy) from None
+    console.print(f"{place}   ({time.monotonic() - began:.1f} s)", soft_wrap=True, markup=False)
+    if follow := _next(kind, place, online):
+        console.print(f"  {follow}", soft_wrap=True, markup=False)
+
+
+def _next(kind: str, place: Path, online: bool) -> str:
+    if kind == "tensorboard":
+        return f"tensorboard --logdir {place}"
+    return f"wandb sync {place}" if kind == "wandb" and not online else ""
+
+
+def _missing(extra: str) -> UserError:
+    return UserError(f"This needs {extra}", "It is an optional part of Andon", f"pip install 'andon[{extra}]'")

@@ -1,0 +1,81 @@
+"""`andon config show` and `andon config presets`: every key with its value and help, and what presets mean."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+from andon.config.load import keys, load
+from andon.config.presets import DEFAULTS
+from andon.config.schema import RunSettings
+
+HELP_COLUMN = 36
+INTRODUCTION = """Every key can stand in a YAML file (`andon config show` prints one) or on the command line as
+`--key value`. Defaults are those of the preset `tiny`; `andon config presets` lists the others. Generated from the
+schema."""
+
+
+def annotated(config: RunSettings) -> str:
+    """The configuration as YAML, with the help of each key as a comment."""
+    return "\n".join(_lines(config, config.model_dump(mode="json"), "")) + "\n"
+
+
+def _lines(section: BaseModel, values: dict[str, Any], indent: str) -> Iterator[str]:
+    for attribute, field in type(section).model_fields.items():
+        name, value = field.alias or attribute, getattr(section, attribute)
+        if isinstance(value, BaseModel):
+            yield f"{indent}{name}:"
+            yield from _lines(value, values[name], f"{indent}  ")
+            continue
+        written = yaml.safe_dump(values[name], default_flow_style=True, width=10**9).removesuffix("...\n").strip()
+        entry, text = f"{indent}{name}: {written}", " ".join((field.description or "").split())
+        yield f"{entry:<{HELP_COLUMN}}  # {text}" if text else entry
+
+
+def reference() -> str:
+    """Every key as a page of the documentation, in Markdown."""
+    lines = ["# Configuration", "", INTRODUCTION]
+    config, last = load(None), None
+    for key, text in keys().items():
+        section = key.rpartition(".")[0]
+        if section != last:
+            lines += ["", f"## {section or 'The run as a whole'}", "", "| key | default | |", "|---|---|---|"]
+            last = section
+        value = config.model_dump(mode="json")
+        for part in key.split("."):
+            value = value[part]
+        cell = " ".join(text.split()).replace("|", "\\|")
+        lines.append(f"| `{key}` | `{json.dumps(value)}` | {cell} |")
+    return "\n".join([*lines, ""])
+
+
+def _short(value: Any) -> str:
+    if not isinstance(value, int):
+        return str(value)
+    return f"{value / 1e6:,.1f}M" if value >= 1_000_000 else f"{value:,}"
+
+
+def show_presets(console: Console, as_json: bool) -> None:
+    """Print every preset."""
+    rows = []
+    for name in DEFAULTS:
+        config = load(None, {"model.preset": name})
+        shape, train = config.shape, config.train
+        sizes = {"layers": shape.layers, "width": shape.hidden, "context": train.context}
+        defaults = {"steps": train.steps, "tokens_per_step": config.tokens_per_step, "lr": config.optim.lr}
+        rows.append({"preset": name, "parameters": shape.parameters, **sizes, **defaults})
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    table = Table()
+    for heading in rows[0]:
+        table.add_column(heading.replace("_", " "), justify="left" if heading == "preset" else "right")
+    for row in rows:
+        table.add_row(*(_short(value) for value in row.values()))
+    console.print(table)
+    console.print("Each is a starting point: every key can be changed, for example --model.layers 6", style="dim")

@@ -1,0 +1,1 @@
+"""Generations: who takes part, and how one generation succeeds another."""

@@ -1,0 +1,1 @@
+"""How a run goes on when its members change."""

@@ -1,0 +1,64 @@
+"""`model.steps`: the steps of a script, through the loss and the arrival of workers.
+
+A `for` loop cannot give a step again after an exception. So where a group can be replaced, `optimizer.step` does not
+raise when a worker is lost: it returns totals that are not `committed`, and before the next turn the members of the run
+enter their next generation. Then the loop gets the step that follows the last committed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from andon.engine.progress import Progress
+from andon.engine.recovery.commit import Commit
+from andon.transport.base import GroupError
+from andon.transport.changing import ChangingGroup
+
+
+class StepEnder(Protocol):
+    """An optimizer, as far as the steps of a loop need it."""
+
+    progress: Progress
+    commit: Commit
+    goes_on: bool
+    failure: GroupError | None
+    model: Any
+    change: Any
+
+
+def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
+    """The numbers from `start` to `end` (exclusive), each until its step is committed."""
+    progress, group = optimizer.progress, optimizer.model.membership.group
+    offset = start - progress.step
+    changing = group if isinstance(group, ChangingGroup) else None
+    optimizer.goes_on = changing is not None
+    reported = progress.step
+    if changing and changing.joins:
+        changing.go_on(optimizer, None)
+    try:
+        while True:
+            before = progress.step
+            try:
+                if before + offset >= end:
+                    optimizer.model.group.barrier()  # until all have committed the last step
+                    return
+            except GroupError as error:
+                optimizer.failure = error
+            if not optimizer.failure:
+                yield before + offset
+                if not optimizer.failure and progress.step == before:
+                    raise RuntimeError(
+                        f"step {before + offset} was not ended: call optimizer.step() once in every step"
+                    )
+            if changing and group.rank == 0:
+                records = optimizer.commit.records
+                changing.report([records[step] for step in range(reported + 1, progress.step) if step in records])
+                reported = max(reported, progress.step - 1)
+            if changing and (optimizer.failure or optimizer.change.agreed):
+                failure, optimizer.failure = optimizer.failure, None
+                changing.go_on(optimizer, failure)
+            elif optimizer.failure:
+                raise optimizer.failure
+    finally:
+        optimizer.goes_on = False

@@ -1,0 +1,73 @@
+"""Weights and optimizer state from the members of a run that hold them to those that do not.
+
+What is sent, and by whom, follows from everyone's standings (`andon.engine.recovery.commit`): pieces of the arena, each
+from one of its holders. All members take part in each transfer, over the group of the new generation.
+"""
+
+import json
+
+import torch
+from torch import Tensor
+
+from andon.engine.parallel import DataParallel
+from andon.engine.recovery.commit import Settlement
+from andon.integrity.fingerprint import as_bytes
+from andon.optim.base import UpdateRule
+
+
+@torch.no_grad()
+def share_state(model: DataParallel, settled: Settlement, before: UpdateRule, rule: UpdateRule) -> None:
+    """Bring weights, buffers and progress to those that lack them, and the optimizer state from a rule to the next."""
+    group, arena = model.membership.group, model.arena
+    keeps = rule is before and group.rank not in settled.new
+    if rule is not before:
+        for lo, hi in before.parts:
+            for kind, flat in rule.state.items():
+                put(rule, flat, lo, take(before, before.state[kind], lo, hi))
+    for lo, hi, source in settled.transfers:
+        group.broadcast(arena.buffer[lo:hi], source)
+        for kind, flat in rule.state.items():
+            whole = arena.zeros(hi - lo)
+            if group.rank == source:
+                whole.copy_(take(before, before.state[kind], lo, hi))
+            group.broadcast(whole, source)
+            if not keeps:
+                put(rule, flat, lo, whole)
+    if settled.new:
+        _share_small(model, next(rank for rank in range(group.world_size) if rank not in settled.new))
+
+
+def _share_small(model: DataParallel, source: int) -> None:
+    """Progress and the module's buffers, from one rank."""
+    group, buffers = model.membership.group, dict(model.module.named_buffers())
+    told = group.all_gather_bytes(json.dumps(model.progress.fields()).encode() if group.rank == source else b"")
+    data = group.all_gather_bytes(b"".join(map(as_bytes, buffers.values())) if group.rank == source else b"")
+    if group.rank == source:
+        return
+    model.progress.restore(json.loads(told[source]))
+    values = torch.frombuffer(bytearray(data[source] or b"\0"), dtype=torch.uint8)
+    start = 0
+    for buffer in buffers.values():
+        part = values[start : start + buffer.nbytes].clone()
+        buffer.copy_(part.view(buffer.dtype).view(buffer.shape) if buffer.numel() else buffer)
+        start += buffer.nbytes
+
+
+def take(rule: UpdateRule, flat: Tensor, lo: int, hi: int) -> Tensor:
+    """A rule's state of elements [lo, hi) of the arena, which lie in one of its parts."""
+    offset = 0
+    for start, stop in rule.parts:
+        if start <= lo and hi <= stop:
+            return flat[offset + lo - start : offset + hi - start]
+        offset += stop - start
+    raise AssertionError(f"[{lo}, {hi}) is not in {rule.parts}")
+
+
+def put(rule: UpdateRule, flat: Tensor, lo: int, values: Tensor) -> None:
+    """Set a rule's state of the elements from `lo` on, as far as it has them."""
+    offset = 0
+    for start, stop in rule.parts:
+        first, last = max(start, lo), min(stop, lo + len(values))
+        if first < last:
+            flat[offset + first - start : offset + last - start] = values[first - lo : last - lo]
+        offset += stop - start

@@ -1,0 +1,122 @@
+"""The ledger of a run, `ledger.jsonl`: which steps are committed, by whom, from which samples.
+
+It is written by the coordinator alone and never rewritten. A line is one of
+  {"generation": 3, "hosts": [...]}                           a generation begins, with a worker on each of these hosts
+  {"step": 12, "generation": 3, "shares": [0, 3, 8], "samples": [...]}   a step is committed: rank r has computed the
+                                                              slots [shares[r], shares[r + 1]), from these samples (a
+                                                              checksum of their numbers for each slot)
+  {"back": 10, "generation": 4}                               all go on from the checkpoint of this step
+A thread of its own writes, so that a disk that hangs holds up nobody; while the disk fails, lines wait in memory.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from andon.files import no_follow
+from andon.run.chain import Chain
+from andon.run.events import cut_last_line
+
+FILE = "ledger.jsonl"
+RETRY_SECONDS = 1.0  # until a disk that failed is tried again
+BEGIN_SECONDS = 1.0  # that a generation waits for the disk
+CLOSE_SECONDS = 5.0  # that the disk gets at the end of the run
+
+
+class Ledger:
+    """Appends to the ledger of a run."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """`step` is that of the checkpoint from which the run starts or resumes, unless its workers still train."""
+        path = folder / FILE
+        cut_last_line(path)
+        self.generation, self.hosts, self._step = -1, list[str](), step
+        last = 0
+        for known in read(path) if path.exists() else ():
+            self.generation = known["generation"]
+            self.hosts = known.get("hosts", self.hosts)
+            last = known.get("step", known.get("back", last))
+        self.chain = Chain(last)
+        self._file = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (closed by close)
+        self._lines, self._closing, self._failed = bytearray(), False, False
+        self._turn = threading.Condition()
+        self._writer = threading.Thread(target=self._flush, name="andon-ledger", daemon=True)
+        self._writer.start()
+
+    def start(self) -> None:
+        """The run starts or resumes from its checkpoint: nobody has come back who still trains."""
+        if self.chain.step != self._step:
+            self._write({"back": self._step, "generation": self.generation})
+            self.chain = Chain(self._step)
+
+    def begin(self, generation: int, hosts: list[str]) -> None:
+        """A generation is about to begin: it is on the disk before anybody hears of it, if the disk answers in time."""
+        self.generation, self.hosts = generation, hosts
+        self._write({"generation": generation, "hosts": hosts})
+        with self._turn:
+            self._turn.wait_for(lambda: not self._lines, BEGIN_SECONDS)
+
+    def commit(self, record: dict[str, Any]) -> None:
+        """A rank reports a committed step; several may report the same."""
+        for each in self.chain.add(record["step"], record):
+            self._write(each)
+
+    def go_back(self, generation: int, step: int) -> None:
+        """A rank reports that its generation goes on from a checkpoint."""
+        if self.chain.cut(generation, step):
+            self._write({"back": step, "generation": generation})
+
+    def close(self) -> None:
+        """Write what waits, if the disk answers in time, and close the file."""
+        with self._turn:
+            self._closing = True
+            self._turn.notify_all()
+        self._writer.join(CLOSE_SECONDS)
+        if not self._writer.is_alive():
+            self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        with self._turn:
+            self._lines += json.dumps(record).encode() + b"\n"
+            self._turn.notify_all()
+
+    def _flush(self) -> None:
+        while True:
+            with self._turn:
+                ready = self._turn.wait_for(lambda: self._closing or (self._lines and not self._failed), RETRY_SECONDS)
+                lines, closing = bytes(self._lines), self._closing
+            self._failed = False
+            try:
+                count = self._file.write(lines) if lines else 0
+                if ready and lines and b'"hosts"' in lines:
+                    os.fsync(self._file.fileno())
+            except OSError:
+                self._failed, count = True, 0
+            with self._turn:
+                del self._lines[:count]
+                self._turn.notify_all()
+                if closing and (self._failed or not self._lines):
+                    return
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a ledger, one by one."""
+    with open(path, encoding="utf-8") as file:
+        yield from (json.loads(line) for line in file if line.endswith("\n"))
+
+
+def check_record(record: object, slots: int) -> dict[str, Any]:
+    """A record that a rank reports; `ValueError` for anything that is none."""
+    if not isinstance(record, dict) or record.keys() != {"step", "generation", "shares", "samples"}:
+        raise ValueError("a record that is none")
+    numbers = [record["step"], record["generation"]]
+    for name in ("shares", "samples"):
+        if not isinstance(record[name], list) or len(record[name]) > slots + 1:
+            raise ValueError(f"a record whose {name} are none")
+        numbers += record[name]
+    if not all(isinstance(number, int) and 0 <= number < 1 << 53 for number in numbers):
+        raise ValueError("a record with something that is no number")
+    return record

@@ -1,0 +1,45 @@
+"""How many workers a run wants while it goes on: a number in the file `workers` of its folder, which `andon resize`
+writes and the run's launcher reads."""
+
+import json
+from pathlib import Path
+
+from andon.config.load import load_run
+from andon.errors import UserError
+from andon.files import write_whole
+from andon.transport.base import TRANSPORTS
+
+FILE = "workers"
+
+
+class Wish:
+    """The launcher's view of the file; one from before the run does not count."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._path.unlink(missing_ok=True)
+        self._known = 0
+
+    def new(self, workers: int, most: int) -> int | None:
+        """The number that is wanted, if it has changed since the last call."""
+        try:
+            wanted = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(wanted, int) or not 1 <= wanted <= most or wanted == (self._known or workers):
+            return None
+        self._known = wanted
+        return wanted
+
+
+def wish(folder: Path, workers: int) -> None:
+    """`andon resize`: have a run go on with so many workers."""
+    config = load_run(folder / "config.yaml")
+    if not TRANSPORTS[config.group.transport].goes_on:
+        cause = f"The members of a group over {config.group.transport} cannot change"
+        raise UserError(f"{folder} cannot be resized", cause, "Stop it, and start it again with other --workers")
+    slots = config.train.slots
+    if not 1 <= workers <= slots:
+        cause = f"Each needs at least one of the {slots} slots of a step"
+        raise UserError(f"{folder} cannot go on with {workers} workers", cause, f"Give a number from 1 to {slots}")
+    write_whole(folder / FILE, f"{workers}\n")

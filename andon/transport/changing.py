@@ -1,0 +1,58 @@
+"""The group of a script that goes on when its members change: it stays, and the group that it stands for is replaced.
+
+A script has one `group` from `andon.init` to `close`. Its rank and its world size are those of the current generation.
+A worker that *joins* a run is alone until it enters the run's next generation, in `model.steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from andon.engine.order import Order
+from andon.transport.base import Group, Rendezvous, Settings
+
+if TYPE_CHECKING:
+    import torch
+
+GoOn = Callable[[Any, Exception | None], None]
+"""(optimizer, why): leave the group, enter the next generation with the optimizer, and bring it to everyone's step."""
+
+
+class ChangingGroup(Group):
+    """Passes everything on to the group of the current generation."""
+
+    def __init__(self, now: Group, go_on: GoOn, report: Callable[[Sequence[Any]], None], joins: bool) -> None:
+        self.go_on, self.report, self.joins = go_on, report, joins
+        self.become(now)
+
+    def become(self, now: Group) -> None:
+        """Stand for the group of another generation."""
+        self.now = now
+        self.rank, self.world_size, self.generation = now.rank, now.world_size, now.generation
+        self.transport, self.wire, self.mixed = now.transport, now.wire, now.mixed
+
+    @classmethod
+    def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
+        raise NotImplementedError("it stands for a group that is open")
+
+    def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
+        self.now.reduce_scatter(nodes, bounds, order)
+
+    def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+        self.now.all_gather(flat, bounds)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.now.all_gather_bytes(data)
+
+    def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
+        self.now.all_reduce(nodes, order)
+
+    def allocate(self, rows: int, size: int) -> torch.Tensor:
+        return self.now.allocate(rows, size)
+
+    def abort(self, rank: int, detail: str) -> None:
+        self.now.abort(rank, detail)
+
+    def leave(self) -> None:
+        self.now.leave()
