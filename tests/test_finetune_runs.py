@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from andon.checkpoint.manifest import read as manifest
 from andon.checkpoint.manifest import verify
 from andon.cli import app
 from andon.finetune.generate import open_folder
 from andon.finetune.result import merge
 from tests import prefork
 from tests.gradient_servers import gradient_server, over
-from tests.runs import andon, environment, events, finish, start, summary
+from tests.runs import andon, environment, events, finish, start, summary, wait_for_step
+from tests.test_goes_on import steps_after, stop, wait_for, wait_for_newest
 from tests.tuning import LIBRARIES, VOCAB, WIDTH, make_model, plots
 
 QUICK = [
@@ -70,13 +73,53 @@ def test_the_accuracy_of_every_step_is_counted_over_all_workers(place: Path, ans
 
 def test_a_killed_run_resumes_on_another_number_of_workers(place: Path, answers: list[dict[str, Any]]) -> None:
     command = ("finetune", "llama", "plots.jsonl", *QUICK, "--run.dir=killed")
-    code, output = andon(*command, "--workers=2", "--fault=die:rank=1,step=5", cwd=place)
-    assert code == 1, output
+    alone = ["--workers=2", "--min_workers=2", "--restarts=0", "--fault=die:rank=1,step=5"]
+    code, output = andon(*command, *alone, cwd=place)
+    assert code == 1 and "The run cannot go on" in output, output
     code, output = andon(*command, "--workers=1", cwd=place)
     assert code == 0 and "Resuming from step" in output, output
     assert summary(place / "killed")["weights_blake3"] == answers[0]["weights_blake3"]
     code, output = andon(*command, "--lora.rank=2", cwd=place)
     assert code == 1 and "lora.rank 8 → 2" in output, output
+
+
+@pytest.mark.parametrize(
+    ("zero", "every"),
+    [(["--zero.policy=even", "--zero.replicas=2"], 2), (["--zero.policy=even"], 2), (["--zero.policy=even"], 0)],
+    ids=["replicas", "back to a checkpoint", "back to the first weights"],
+)
+def test_a_worker_is_killed_and_the_answer_stays(
+    place: Path, answers: list[dict[str, Any]], tmp_path: Path, zero: list[str], every: int
+) -> None:
+    options = [*QUICK, f"--run.dir={tmp_path}", "--workers=3", *zero, f"--checkpoint.every={every}"]
+    code, output = andon("finetune", "llama", "plots.jsonl", *options, "--fault=die:rank=1,step=4", cwd=place)
+    assert code == 0 and "was lost" in output and "Going on with" in output, output
+    same = ("weights_blake3", "accuracy", "correct", "total", "loss", "validation_loss", "samples")
+    assert all(summary(tmp_path)[key] == answers[0][key] for key in same)
+    steps = {step["step"]: step["correct"] for step in events(tmp_path, "step")}
+    assert steps == {step["step"]: step["correct"] for step in events(place / "one", "step")}
+    code, output = andon("audit", str(tmp_path), cwd=place)
+    assert code == 0 and "6 steps are committed, none missing and none twice" in output, output
+
+
+def test_a_run_grows_and_shrinks_while_it_goes_on(place: Path) -> None:
+    options = [*QUICK, "--eval.every=0", "--checkpoint.every=0", "--optim.schedule=constant"]
+    command, folder = ("finetune", "llama", "plots.jsonl", *options), place / "resized"
+    process = start(*command, "--run.dir=resized", "--train.steps=100000", cwd=place)
+    wait_for_step(folder, 2, process)
+    for workers in (3, 2):
+        code, output = andon("resize", "resized", str(workers), cwd=place)
+        assert code == 0, output
+        wait_for_newest(folder, process, workers)
+        at = time.time()
+        wait_for(process, lambda at=at: steps_after(folder, at)[2:])
+    step, output = stop(process, folder)
+    assert [event["step"] for event in events(folder, "step")] == list(range(1, step + 1)), output
+    assert andon(*command, "--run.dir=undisturbed", f"--train.steps={step}", cwd=place)[0] == 0
+    one, other = (manifest(place / name / "checkpoints" / f"checkpoint-{step}") for name in ("resized", "undisturbed"))
+    assert one.units == other.units
+    code, output = andon("audit", "resized", cwd=place)
+    assert code == 0 and f"{step} steps are committed, none missing and none twice" in output, output
 
 
 def test_workers_started_by_hand_give_the_answer(
@@ -235,7 +278,8 @@ def test_the_plot_of_a_story_is_told_by_every_number_of_workers(tmp_path: Path) 
 
     for transport, workers in (("local", 1), *((name, count) for name in ("shm", "star") for count in (1, 2, 3))):
         assert run(f"{transport}-{workers}", transport, workers) == 0
-    assert run("killed", "shm", 2, "--fault=die:rank=1,step=70") == 1
+    lonely = ("--min_workers=2", "--restarts=0", "--fault=die:rank=1,step=70")
+    assert run("killed", "shm", 2, *lonely) == 1
     assert run("killed", "star", 3) == 0
     ended = [summary(folder.parent) for folder in tmp_path.glob("*/summary.json")]
     assert len(ended) == 8 and len({(each["weights_blake3"], each["accuracy"]) for each in ended}) == 1

@@ -236,9 +236,9 @@ class Loop(ABC):
                 tokens_per_s=round(totals.tokens / seconds, 1),
                 lr=self.trainer.optimizer.lr,
                 grad_norm=totals.norm,
-                **self.step_facts(totals.tokens / seconds),
                 **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in phases.milliseconds.items()},
                 **({"rank_ms": phases.of_ranks} if phases.of_ranks else {}),
+                **self.step_facts(totals.tokens / seconds),
                 **skipped,
             )
         )

@@ -70,6 +70,7 @@ export function showFigures(state, last) {
   add("Loss", shown(last.loss), status.floor ? `floor ${shown(status.floor, 3)}` : "of the last step");
   if (tested) add("Validation", shown(tested[1]), `step ${count(tested[0])}${tested[2] == null ? "" : ` · ${shown(tested[2], 3)} bits/byte`}`);
   if (tested && tested[3] != null) add("Valid stories", `${Math.round(100 * tested[3])}%`, `step ${count(tested[0])}`);
+  if (tested && tested[4] != null) add("Accuracy", `${shown(100 * tested[4], 3)}%`, `held out, step ${count(tested[0])}`);
   add("Tokens per second", shown(last.tokens_per_s, 3), status.step_seconds ? `${shown(1000 * status.step_seconds, 3)} ms a step` : "all workers");
   add("Gradient norm", shown(last.grad_norm, 3), "before clipping");
   add("Learning rate", shown(last.lr, 3), "");
