@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from andon.checkpoint.manifest import read as manifest
@@ -120,6 +121,21 @@ def test_a_run_grows_and_shrinks_while_it_goes_on(place: Path) -> None:
     assert one.units == other.units
     code, output = andon("audit", "resized", cwd=place)
     assert code == 0 and f"{step} steps are committed, none missing and none twice" in output, output
+
+
+def test_a_worker_with_another_model_is_not_let_in(place: Path) -> None:
+    shutil.copytree(place / "llama", place / "other")
+    command, folder = ("finetune", "other", "plots.jsonl", *QUICK, "--eval.every=0"), place / "mixed"
+    process = start(*command, "--run.dir=mixed", "--train.steps=100000", cwd=place)
+    wait_for_step(folder, 2, process)
+    weights = load_file(place / "other" / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1.0
+    save_file(weights, place / "new.safetensors", {"format": "pt"})
+    (place / "new.safetensors").rename(place / "other" / "model.safetensors")
+    assert andon("resize", "mixed", "2", cwd=place)[0] == 0
+    wait_for(process, lambda: "was refused" in str(events(folder, "note")))
+    assert "other is another model here" in str(events(folder, "note")) and not events(folder, "generation")
+    stop(process, folder)
 
 
 def test_workers_started_by_hand_give_the_answer(

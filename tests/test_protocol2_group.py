@@ -89,10 +89,13 @@ def test_a_killed_rank_is_named_by_the_run_and_by_the_server(tmp_path: Path) -> 
             "train", *SMALL, "--workers=2", "--train.steps=100000", "--run.dir=run", *over(server.address), cwd=tmp_path
         )
         wait_for_step(tmp_path / "run", 3, process)
+        code, said = andon("resize", "run", "3", cwd=tmp_path)
+        assert code == 1 and "The members of a group over protocol2 cannot change" in said, said
         (victim,) = [each["pid"] for each in events(tmp_path / "run", "worker") if each["rank"] == 1]
         os.kill(victim, signal.SIGKILL)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 1 and "Rank 1" in output, output
+        assert "The members of a group over protocol2 cannot change" in output.splitlines()[-2], output
         code, said = server.finish()
     assert code == 1 and "worker 1 (" in said, said
     assert events(tmp_path / "server", "lost")[0]["rank"] == 1

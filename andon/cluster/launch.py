@@ -205,9 +205,9 @@ def _coordinate(
         raise UserError("The run was ended at once", "A second Ctrl-C", START_AGAIN)
     if failures := coordinator.failures + ([recorder.failure] if recorder.failure else []):
         first = failures[0]
-        if workers and workers.first_signal:
-            first = UserError(first.what, workers.first_signal, first.remedy)
-        show_error(console, first)
+        cause = workers.first_signal if workers and workers.first_signal else first.cause
+        cause += f". {transport.fixed}" if transport.fixed and "lost" in kinds else ""
+        show_error(console, UserError(first.what, cause, first.remedy))
         return code if code == EXIT_HALTED else EXIT_USER_ERROR
     if code == EXIT_STOPPED and not coordinator.begun:
         console.print("Stopped before the first step: there was nothing to save.")

@@ -35,9 +35,8 @@ class Wish:
 def wish(folder: Path, workers: int) -> None:
     """`andon resize`: have a run go on with so many workers."""
     config = load_run(folder / "config.yaml")
-    if not TRANSPORTS[config.group.transport].goes_on:
-        cause = f"The members of a group over {config.group.transport} cannot change"
-        raise UserError(f"{folder} cannot be resized", cause, "Stop it, and start it again with other --workers")
+    if fixed := TRANSPORTS[config.group.transport].fixed:
+        raise UserError(f"{folder} cannot be resized", fixed, "Stop it, and start it again with other --workers")
     slots = config.train.slots
     if not 1 <= workers <= slots:
         cause = f"Each needs at least one of the {slots} slots of a step"

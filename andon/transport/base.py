@@ -279,6 +279,11 @@ class Transport:
     zero_pays: bool = True
     """Whether `zero.policy: auto` shares out the optimizer state: does the gather cost less than the update saves?"""
 
+    @property
+    def fixed(self) -> str:
+        """Why the loss of a worker ends a run, if it does."""
+        return "" if self.goes_on else f"The members of a group over {self.name} cannot change"
+
     def open(self, rendezvous: Rendezvous, settings: Settings) -> Group:
         """Open a group with everyone at the rendezvous."""
         module, _, name = self.group.partition(":")
