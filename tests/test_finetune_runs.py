@@ -97,8 +97,11 @@ def test_a_worker_is_killed_and_the_answer_stays(
     assert code == 0 and "was lost" in output and "Going on with" in output, output
     same = ("weights_blake3", "accuracy", "correct", "total", "loss", "validation_loss", "samples")
     assert all(summary(tmp_path)[key] == answers[0][key] for key in same)
-    steps = {step["step"]: step["correct"] for step in events(tmp_path, "step")}
-    assert steps == {step["step"]: step["correct"] for step in events(place / "one", "step")}
+    here, there = (
+        {step["step"]: (step["correct"], step["total"]) for step in events(run, "step")}
+        for run in (tmp_path, place / "one")
+    )
+    assert here == there
     code, output = andon("audit", str(tmp_path), cwd=place)
     assert code == 0 and "6 steps are committed, none missing and none twice" in output, output
 
@@ -180,9 +183,10 @@ def test_the_command_line_merges_and_answers(place: Path, answers: list[dict[str
     code, output = andon("merge", "two/adapter", "--out=whole", cwd=place)
     assert code == 0 and "whole" in output, output
     told = [
-        andon("generate", folder, "Once upon a time, Leo had a pony.", cwd=place) for folder in ("two/adapter", "whole")
+        andon("generate", folder, "Once upon a time, Leo had a pony.", cwd=place)
+        for folder in ("two/adapter", "two", "whole")
     ]
-    assert told[0] == told[1] and told[0][0] == 0 and told[0][1].strip().endswith("%)"), told
+    assert told[0] == told[1] == told[2] and told[0][0] == 0 and told[0][1].strip().endswith("%)"), told
     weights = place / "two" / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     for command in (("generate", "two/adapter", "x"), ("merge", "two/adapter", "--out=never")):

@@ -90,7 +90,7 @@ def test_the_plan_says_what_a_loss_costs(options: dict[str, Any], said: str) -> 
 
 
 def test_plan_as_json_counts_what_zero_saves(tmp_path: Path) -> None:
-    code, output = andon("plan", "--model.preset=30m", "--workers=4", "--json", cwd=tmp_path)
+    code, output = andon("plan", "--model.preset=30m", "--workers=4", "--min_workers=2", "--json", cwd=tmp_path)
     assert code == 0, output
     plan = json.loads(output)
     off = next(row for row in plan["changes"] if row["keys"] == {

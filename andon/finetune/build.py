@@ -40,8 +40,7 @@ class FineTuningBuilder(Builder):
 
     def model(self, device: torch.device, reads_weights: bool = True) -> nn.Module:
         """The model of the folder, with what is new from the seed."""
-        samples = self.samples
-        return build_model(self.base, samples.task, samples.labels, self.config.lora, self.config.seed).to(device)
+        return build_model(self.config, self.samples, self.base).to(device)
 
     def batches(self) -> SampleBatches:
         """Samples, each of them padded to the longest of its slot."""

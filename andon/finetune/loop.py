@@ -40,9 +40,7 @@ class FineTuning(Loop):
 
     def set_first_weights(self) -> None:
         """Those of the model's folder, and what is new from the seed."""
-        samples = self.samples
-        fresh = build_model(self.base, samples.task, samples.labels, self.config.lora, self.config.seed)
-        first = dict(fresh.named_parameters())
+        first = dict(build_model(self.config, self.samples, self.base).named_parameters())
         for name, value in self.trainer.model.arena.parameters.items():
             value.data.copy_(first[name])
 

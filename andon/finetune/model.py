@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.config.finetune import LoraConfig, Task
+from andon.config.finetune import FinetuneConfig, LoraConfig, Task
 from andon.errors import UserError
 from andon.finetune.base import Base, first_line
+from andon.finetune.samples.sample_set import SampleSet
 
 AGAIN = "Copy it again from where it came"
 POOLER = "pooler"
@@ -18,15 +19,15 @@ POOLER = "pooler"
 PEFT_TASKS = {"classes": "SEQ_CLS", "answers": "CAUSAL_LM"}
 
 
-def build_model(base: Base, task: Task, labels: Sequence[str], lora: LoraConfig, seed: int) -> nn.Module:
+def build_model(config: FinetuneConfig, samples: SampleSet, base: Base) -> nn.Module:
     """The model with its first weights: those of the folder, and what is new from the seed."""
-    base.check_task(task)
-    torch.manual_seed(seed)
-    model, new = load_weights(base, task, labels)
-    if not lora.rank:
+    base.check_task(samples.task)
+    torch.manual_seed(config.seed)
+    model, new = load_weights(base, samples.task, samples.labels)
+    if not config.lora.rank:
         return model.train()
-    torch.manual_seed(seed)
-    return add_adapters(model, task, lora, new).train()
+    torch.manual_seed(config.seed)
+    return add_adapters(model, samples.task, config.lora, new).train()
 
 
 def load_weights(base: Base, task: Task, labels: Sequence[str]) -> tuple[nn.Module, list[str]]:

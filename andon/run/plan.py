@@ -241,6 +241,7 @@ def _other_settings(config: RunSettings) -> Iterator[dict[str, Any]]:
 def _with(config: C, keys: dict[str, Any]) -> C:
     """The configuration with other values; one worker is `local`, several of them are not."""
     values = config.model_dump()
+    values["min_workers"] = min(config.min_workers, keys.get("workers", config.workers))
     if keys.get("workers", 1) > 1 and not TRANSPORTS[config.group.transport].connects:
         values["group"]["transport"] = "auto"
     if "group.transport" in keys:

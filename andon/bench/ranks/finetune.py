@@ -97,7 +97,7 @@ def collate(padding: int, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]
 def make_trainer(config: FinetuneConfig, samples: SampleSet, steps: int, folder: str) -> Plain:
     """The Trainer with the same model, adapters, samples, batch and optimizer."""
     base = Base(config.model)
-    model = build_model(base, samples.task, samples.labels, config.lora, config.seed)
+    model = build_model(config, samples, base)
     optim = config.optim
     arguments = TrainingArguments(
         output_dir=folder,

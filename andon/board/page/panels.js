@@ -109,7 +109,7 @@ export function showHalt(halt, status) {
   const quotes = named.slice(0, 4).map(window => make("blockquote", { tabindex: 0 }, make("b", {}, `sample ${window}`), String(texts[window]).trim()));
   const todo = make("div", { class: "todo" });
   const task = (name, command) => todo.append(make("span", {}, name), make("code", {}, command));
-  if (first?.samples?.length) task("Look at the samples", `andon data show ${status.folder} --windows ${first.samples.slice(0, 8).join(",")}`);
+  if (first?.samples?.length) task("Look at the samples", `andon data show ${status.folder} ${typeof first.samples[0] === "string" ? "--samples" : "--windows"} ${first.samples.slice(0, 8).join(",")}`);
   task("Go on from the last checkpoint", "the same command, without --fault");
   if (halt.sound) task("Skip such steps", "the same command with --on_nonfinite skip");
   const left = make("div", {}, make("h3", {}, "What was found"), facts, make("h3", {}, "What to do next"), todo), right = make("div", {}, make("h3", {}, "The samples"), ...(quotes.length ? quotes : [make("p", { class: "soft" }, "This halt names no samples.")]));
