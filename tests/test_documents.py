@@ -132,7 +132,7 @@ def commands() -> list[str]:
 
 DEMO_STEPS = DEFAULTS["tiny"]["train"]["steps"]
 TUNED = [
-    *("--train.steps=2", "--train.slots=2", "--train.micro_batch=1", "--train.context=32", "--eval.samples=2"),
+    *("--train.steps=2", "--train.slots=3", "--train.micro_batch=1", "--train.context=32", "--eval.samples=2"),
     *("--eval.shown=1", "--eval.length=2", "--device=cpu"),
 ]
 SUBSTITUTES = {
