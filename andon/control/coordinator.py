@@ -353,6 +353,8 @@ class Coordinator:
                     if message["code"] not in (0, EXIT_HALTED, EXIT_STOPPED):
                         self._failed = self._failed or (worker, time.monotonic())
                     self._leave(worker, message["code"])
+                else:
+                    self.succession.generations.lose(worker)
 
     def _emit_once(self, event: Event) -> None:
         """Each generation tells that the run has started, and does again a step that was not committed."""
