@@ -52,6 +52,11 @@ SlurmdParameters=config_overrides
 """
 
 
+def squeue(slurm: dict[str, str]) -> bytes:
+    """The jobs that SLURM has."""
+    return subprocess.run(["squeue", "-h"], env=slurm, capture_output=True).stdout
+
+
 def until(done: Callable[[], bool], what: str, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not done():
@@ -91,10 +96,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     finally:
         subprocess.run(["scancel", "--user=root"], env=variables)
 
-        def empty() -> bool:
-            return not subprocess.run(["squeue", "-h"], env=variables, capture_output=True).stdout
-
-        until(empty, "empty queue")
+        until(lambda: not squeue(variables), "empty queue")
         for daemon in reversed(daemons):
             daemon.terminate()
             daemon.wait(20)
@@ -119,7 +121,7 @@ def submit(cwd: Path, slurm: dict[str, str]) -> str:
 
 def ended(cwd: Path, answer: str) -> str:
     """Wait for the summary; gives what the job printed."""
-    until((cwd / "run" / "summary.json").exists, "summary")
+    until((cwd / "run" / "summary.json").exists, "summary", 480)
     assert summary(cwd / "run")["weights_blake3"] == answer
     return (cwd / "job.out").read_text()
 
@@ -127,6 +129,8 @@ def ended(cwd: Path, answer: str) -> str:
 def test_a_job_gives_the_answer(tmp_path: Path, slurm: dict[str, str], answer: str) -> None:
     submit(tmp_path, slurm)
     assert "Resuming" not in ended(tmp_path, answer)
+    until(lambda: not squeue(slurm), "empty queue", 30)
+    assert "error" not in (tmp_path / "job.out").read_text()
 
 
 def test_a_requeued_job_goes_on(tmp_path: Path, slurm: dict[str, str], answer: str) -> None:

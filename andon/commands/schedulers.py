@@ -40,7 +40,8 @@ trap 'stop requeue' USR1
 trap 'stop cancelled' TERM
 
 # A task: a worker that is lost is started again, and joins the others.
-task='for try in $(seq {attempts}); do
+task='trap "exit 143" TERM
+for try in $(seq {attempts}); do
     andon worker "$0" --folder "$1" --token-file "$2"; code=$?
     case $code in 0|2|3|4) exit "$code" ;; esac
     sleep 3
@@ -54,7 +55,7 @@ for attempt in $(seq {attempts}); do
     workers=$!
     wait "$coordinator"; code=$?
     while kill -0 "$coordinator" 2>/dev/null; do wait "$coordinator"; code=$?; done
-    [ "$code" -eq 0 ] || sleep 3
+    for second in $(seq 10); do kill -0 "$workers" 2>/dev/null || break; sleep 1; done  # they end by themselves
     kill "$workers" 2>/dev/null; wait "$workers" 2>/dev/null
     case $code in
         0|2|3) exit "$code" ;;
