@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 1
 COUNT ?=
 
-.PHONY: demo test check soak mutants docs wheel clean
+.PHONY: demo test check soak mutants compare docs wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/andon demo
@@ -26,6 +26,13 @@ soak: $(VENV)/installed-test
 # Who notices which of many small faults, put into a copy of the code one by one. IDS="no-fsync tree-in-halves"
 mutants: $(VENV)/installed-test
 	$(BIN)/python -m tests.mutants $(IDS)
+
+# The step of this tree against that of another commit, in one run. SETTINGS="--model.preset=30m --train.slots=2"
+BEFORE ?= HEAD
+PAIRS ?= 60
+SETTINGS ?=
+compare: $(VENV)/installed-test
+	$(BIN)/python -m tests.compare $(BEFORE) --pairs $(PAIRS) $(SETTINGS)
 
 # The book as a site, in build/site; a dead link is an error.
 docs: $(VENV)/installed-docs

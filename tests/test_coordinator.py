@@ -352,17 +352,22 @@ def test_the_worst_end_of_a_worker_is_the_end_of_the_run(
         ] == failures
 
 
-def test_a_rank_that_is_lost_before_the_run_begins_is_free_again() -> None:
+@pytest.mark.parametrize("says_goodbye", [False, True])
+def test_a_rank_that_is_lost_before_the_run_begins_is_free_again(says_goodbye: bool) -> None:
     said: list[str] = []
     with closing(Coordinator(JOB, 2, lambda event: said.append(json.dumps(event)), credentials())) as coordinator:
         first, second, third = (join(coordinator.address, TOKEN, None)[1] for _ in range(3))
         first.enter({"data": "digest", "folder": "mark"})
-        first.close()
         until = time.monotonic() + 10
-        while not any("was lost before the run began" in line for line in said) and time.monotonic() < until:
-            time.sleep(0.01)
-        for client in (second, third):
-            client.enter({"data": "digest", "folder": "mark"})
+        if says_goodbye:
+            first.leave(0)
+        else:
+            first.close()
+            while not any("was lost before the run began" in line for line in said) and time.monotonic() < until:
+                time.sleep(0.01)
+        second.enter({"data": "digest", "folder": "mark"})
+        assert not coordinator.begun
+        third.enter({"data": "digest", "folder": "mark"})
         assert second.wait_for_generation() and {second.rank, third.rank} == {0, 1}
         for client in (second, third):
             client.leave(0)

@@ -166,6 +166,13 @@ def test_many_partitions_never_change_the_answer(tmp_path: Path, transport: str)
                 workers[name] = hosts[name].start("worker", "alpha", **around)
             return len(lost)
 
+        def are_both_back() -> bool:
+            """Whether both train. A worker that the other has gone on without is told so, and ends."""
+            nonlocal joined
+            joined += start_lost()
+            generations = events(folder, "generation")
+            return not generations or generations[-1]["workers"] == 2
+
         start_lost()
         wait_for_step(folder, 3, coordinator)
         for _ in range(cuts):
@@ -177,10 +184,7 @@ def test_many_partitions_never_change_the_answer(tmp_path: Path, transport: str)
             host.mend()
             wait_for(coordinator, lambda at=at: steps_after(folder, at)[3:], 60.0)
             gaps.append(steps_after(folder, at)[0]["time"] - at)
-            # A worker that the others have gone on without is told so, and ends.
-            if lost := start_lost():
-                joined += lost
-                wait_for_full(folder, coordinator, at)
+            wait_for(coordinator, are_both_back, 60.0)
             # Whoever is lost again and again before it has done ten steps would be quarantined.
             settled = time.time()
             wait_for(coordinator, lambda at=settled: steps_after(folder, at)[SETTLED:])
@@ -190,13 +194,6 @@ def test_many_partitions_never_change_the_answer(tmp_path: Path, transport: str)
     print(f"{transport}: {cuts} partitions, seed {SEED}, {joined} workers started again; {said}")
     assert_same_as_undisturbed(tmp_path, *SETTINGS)
     assert max(gaps) < HANG * busy()
-
-
-def wait_for_full(folder: Path, process: subprocess.Popen[str], moment: float) -> None:
-    """Wait until a generation with both workers has begun."""
-    wait_for(
-        process, lambda: [e for e in events(folder, "generation") if e["time"] > moment and e["workers"] == 2], 60.0
-    )
 
 
 def test_the_cnn_with_many_kills_gives_the_undisturbed_digest(tmp_path: Path) -> None:

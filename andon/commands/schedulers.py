@@ -1,8 +1,8 @@
 """`andon launch`: what SLURM and Kubernetes need to run a configuration, and to go on with it after a failure.
 
-Both start a coordinator and one worker per task or pod. When a worker is lost all of them end with an exit code that is
-not 0; then they are started again and resume from the newest checkpoint. A run that is done (0), that cannot work (2)
-or whose cord was pulled (3) is not repeated.
+Both start a coordinator and one worker per task or pod. A worker that is lost is started again, and joins the others,
+who have gone on. A run that has ended with its coordinator is started again as a whole, and resumes from the newest
+checkpoint, unless it is done (0), cannot work (2) or its cord was pulled (3).
 """
 
 import re
@@ -39,14 +39,23 @@ stop() {{ stopping=$1; [ -n "$coordinator" ] && kill -TERM "$coordinator" 2>/dev
 trap 'stop requeue' USR1
 trap 'stop cancelled' TERM
 
+# A task: a worker that is lost is started again, and joins the others.
+task='trap "exit 143" TERM
+for try in $(seq {attempts}); do
+    andon worker "$0" --folder "$1" --token-file "$2"; code=$?
+    case $code in 0|2|3|4) exit "$code" ;; esac
+    sleep 3
+done
+exit "$code"'
+
 for attempt in $(seq {attempts}); do
     andon coordinator {arguments} --bind "[::]:$port" &
     coordinator=$!
-    srun --kill-on-bad-exit=0 andon worker "$(hostname):$port" --folder {parent} --token-file {folder}/token &
+    srun --kill-on-bad-exit=0 bash -c "$task" "$(hostname):$port" {parent} {folder}/token &
     workers=$!
     wait "$coordinator"; code=$?
     while kill -0 "$coordinator" 2>/dev/null; do wait "$coordinator"; code=$?; done
-    [ "$code" -eq 0 ] || sleep 3
+    for second in $(seq 10); do kill -0 "$workers" 2>/dev/null || break; sleep 1; done  # they end by themselves
     kill "$workers" 2>/dev/null; wait "$workers" 2>/dev/null
     case $code in
         0|2|3) exit "$code" ;;
