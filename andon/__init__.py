@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from andon.version import VERSION as __version__
 
-__all__ = ["AdamW", "DataParallel", "JidokaHalt", "Optimizer", "__version__", "digest", "init", "load", "save"]
+__all__ = ["AdamW", "DataParallel", "JidokaHalt", "Optimizer", "__version__", "digest", "init", "load", "mean", "save"]
 
 if TYPE_CHECKING:
     from andon.cluster.scripts.init import init
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from andon.engine.parallel import DataParallel
     from andon.integrity.halt import JidokaHalt
     from andon.run.script import digest, load, save
+    from andon.transport.mean import mean
 
 _HOMES = {
     "AdamW": "engine.optimizer",
@@ -22,6 +23,7 @@ _HOMES = {
     "digest": "run.script",
     "init": "cluster.scripts.init",
     "load": "run.script",
+    "mean": "transport.mean",
     "save": "run.script",
 }
 

@@ -40,6 +40,7 @@ SIZES: dict[str, tuple[int, ...]] = {
     "star": (1, 2, 3, 4, 5),
     "ring": (1, 2, 3, 4, 5),
     "torch": (1, 2, 3, 4, 5),
+    "protocol2": (1, 2, 3, 4, 5),
 }
 """Every transport with the world sizes that the contract suite tests it with."""
 _CLOSE = "close"
@@ -80,6 +81,7 @@ class World:
         self.size = size
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         server = self._start_server(size, timeout) if TRANSPORTS[transport].needs_server else 0
+        server = start_gradient_server(size) if TRANSPORTS[transport].joins_server else server
         self._pipes: list[Connection[Any, Any]] = []
         self._processes = []
         for rank in range(size):
@@ -153,6 +155,23 @@ class World:
             process.join(max(0.0, until - time.monotonic()))
             process.kill()
             process.join()
+
+
+def start_gradient_server(size: int) -> int:
+    """A server of protocol 2 that serves as long as somebody is there; its port."""
+    from andon.protocol2.server import GradientServer
+    from andon.protocol2.wire.dialogue import Dialogue
+
+    server, dialogue = GradientServer(), Dialogue()
+
+    def serve() -> None:
+        with server, contextlib.suppress(GroupError):  # the ranks tell
+            server.wait_for_workers(size, 60.0)
+            while True:
+                server.broadcast(server.collect(dialogue))
+
+    threading.Thread(target=serve, daemon=True).start()
+    return server.address[1]
 
 
 def worlds(*sizes: int, processes_only: bool = False) -> list[tuple[str, int]]:

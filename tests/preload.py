@@ -11,8 +11,11 @@ import andon
 
 OTHERS = ["torch._dynamo", "torch.distributed", "tokenizers", "numpy.random", "encodings.idna", "pydantic.type_adapter"]
 
+NOT = ("__main__", "bench.ranks.finetune")
+"""The latter loads transformers' Trainer, which few tests need: they ask for it (`tests.prefork.preload`)."""
+
 for name in (*OTHERS, *(module.name for module in pkgutil.walk_packages(andon.__path__, "andon."))):
-    if not name.endswith("__main__"):
+    if not name.endswith(NOT):
         importlib.import_module(name)
 gc.collect()
 gc.freeze()

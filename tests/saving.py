@@ -12,7 +12,7 @@ from andon.data.token_set import TokenSet
 from andon.engine.trainer import Trainer
 from andon.run.events import Event, no_event
 from andon.run.folder import RunFolder
-from andon.run.loop import Run
+from andon.run.pretraining import Pretraining
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests.training import digest, make_trainer, small_config
@@ -44,7 +44,7 @@ def run_to_end(
         if resume:
             verify(resume)
             trainer.resume(resume)
-        Run(config, TokenSet.open(tokens), trainer, emit).train()
+        Pretraining(config, TokenSet.open(tokens), trainer, emit).train()
         return digest(trainer)
     finally:
         trainer.close()

@@ -10,8 +10,8 @@ import pytest
 from andon.engine.membership import Membership
 from andon.integrity.halt import JidokaHalt
 from andon.model.shape import SHAPES
-from andon.run.build import warm_up
 from andon.run.mfu import mfu, peak_of
+from andon.run.pretraining import compute_one_slot
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests.group_harness import World
@@ -90,7 +90,7 @@ def grow(group: Group, tokens: Path) -> str:
     optimizer.is_new = group.rank > 0
     if optimizer.is_new:
         before = digest(trainer)
-        warm_up(config, trainer.model)
+        compute_one_slot(trainer.model, config.train.micro_batch, config.train.context)
         assert digest(trainer) == before and optimizer.progress.step == optimizer.rule.updates == 0
     else:
         optimizer._updates_ahead = True

@@ -34,6 +34,7 @@ LAYERS = (
     "engine.trainer",
     "config",
     "run",
+    "finetune",
     "control",
     "board",
     "cluster",

@@ -142,7 +142,7 @@ def test_a_branch_of_an_older_checkpoint_needs_a_folder_of_its_own(tmp_path: Pat
     )
 
 
-def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:  # F-DP-004
     import torch
 
     if torch.cuda.is_available():

@@ -34,7 +34,7 @@ def test_another_epoch_or_seed_is_another_order() -> None:
     assert len(orders) == 20
 
 
-def test_an_epoch_visits_every_training_window_once_and_no_held_out_one() -> None:
+def test_an_epoch_visits_every_training_window_once_and_no_held_out_one() -> None:  # F-DP-002
     batches = Batches(Row(10 * 97 + 1), seed=3, slots=4, micro_batch=3, context=10, validation=0.1)
     steps = batches.training // 12
     seen = [window for step in range(1, steps + 1) for slot in range(4) for window in batches.windows(step, slot)]

@@ -94,7 +94,7 @@ def test_a_rank_holds_two_bytes_a_weight_and_its_share_of_twelve(tokens: Path) -
             assert abs(state - 12 * plan.parameters / 4) <= 12 * padding
     assert plan.memory.weights == 2 * plan.parameters
     assert plan.memory.optimizer == 3 * plan.parameters
-    other = next(plan for keys, plan in changes(config.on_this_machine()) if "train.weights" in keys)
+    other = next(plan for keys, plan in changes(config.on_this_machine(), make_plan) if "train.weights" in keys)
     assert other.memory.weights + other.memory.optimizer == 6 * plan.parameters
     assert (other.sent, plan.sent) == (6 * plan.parameters, 4.5 * plan.parameters)
 

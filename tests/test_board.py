@@ -151,6 +151,7 @@ def test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_t
     steps = [step(n, 50.0 if n == 3333 else None, rank_ms=times) for n in range(1, 6001)]
     for number in range(4000, 5000):
         steps[number]["mfu"] = 0.25 + number / 10**5
+        steps[number + 1000]["accuracy"] = number / 10**4
     steps[4500]["skipped"] = "a bad gradient"
     steps[3000:3000] = [event("eval", step=3000, loss=0.5, bits_per_byte=0.1), event("stopped", step=3000)]
     steps[2000:2000] = begin(1900, after=200)
@@ -164,9 +165,10 @@ def test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_t
         feed.advance()
     whole = History(folder / "metrics.jsonl")
     whole._add(json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    for name in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu"):
+    for name in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "accuracy"):
         np.testing.assert_array_equal(feed.history.column(name), whole.column(name))
-    assert np.nanmax(whole.column("mfu")) == 0.29999 and feed.history.story.skipped == 1
+    assert np.nanmax(whole.column("mfu")) == 0.29999 and np.nanmax(whole.column("accuracy")) == 0.4999
+    assert feed.history.story.skipped == 1
     assert feed.history.story.tokens == whole.story.tokens == 60_000 and feed.history.redone == whole.redone
     shown = json.loads(feed.everything())
     assert len(shown["curve"]["step"]) == 900 and max(shown["curve"]["loss_high"]) == 50.0

@@ -26,7 +26,7 @@ from andon.integrity.faults import SAVE_PLACES
 from andon.integrity.halt import JidokaHalt
 from andon.run.events import Event, no_event
 from andon.run.folder import RunFolder
-from andon.run.loop import Run
+from andon.run.pretraining import Pretraining
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests import runs
@@ -399,7 +399,7 @@ def in_own_folder(group: Group, tokens: Path, folder: Path, resume: bool) -> str
     try:
         if resume:
             trainer.resume(source)
-        Run(config, TokenSet.open(tokens), trainer, no_event).train()
+        Pretraining(config, TokenSet.open(tokens), trainer, no_event).train()
         from tests.training import digest
 
         return digest(trainer)

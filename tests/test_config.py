@@ -65,7 +65,7 @@ def test_an_unknown_key_gets_a_suggestion() -> None:
     [
         ("optim.lr", "-1", "greater than 0"),
         ("optim.lr", "fast", "valid number"),
-        ("group.transport", "tcp", "'shm', 'star', 'ring' or 'torch'"),
+        ("group.transport", "tcp", "'shm', 'star', 'ring', 'torch' or 'protocol2'"),
         ("device", "tpu", "'auto', 'cpu' or 'cuda'"),
         ("train.steps", "0", "greater than 0"),
         ("data.validation", "0.9", "less than 0.5"),

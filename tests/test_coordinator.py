@@ -34,11 +34,16 @@ from andon.control.members import Worker, seats
 from andon.control.stragglers import Stragglers
 from andon.control.token import Credentials, token_of_run
 from andon.data.build import Corpus, find, prepare, receive
+from andon.data.token_set import TokenSet
 from andon.errors import UserError
+from andon.finetune.base import Base
+from andon.finetune.samples.sample_set import SampleSet
+from andon.finetune.samples.tokenize import prepare_samples
 from andon.transport.base import PeerLost, ProtocolError
 from tests.group_harness import busy
 from tests.runs import SMALL, andon, events, soak, start, summary, train, wait_for_step
 from tests.thread_group import thread_groups
+from tests.tuning import endings, make_model, tune_config
 
 STEPS = ["--train.steps=8"]
 TOKEN = "the token of the tests"
@@ -347,17 +352,22 @@ def test_the_worst_end_of_a_worker_is_the_end_of_the_run(
         ] == failures
 
 
-def test_a_rank_that_is_lost_before_the_run_begins_is_free_again() -> None:
+@pytest.mark.parametrize("says_goodbye", [False, True])
+def test_a_rank_that_is_lost_before_the_run_begins_is_free_again(says_goodbye: bool) -> None:
     said: list[str] = []
     with closing(Coordinator(JOB, 2, lambda event: said.append(json.dumps(event)), credentials())) as coordinator:
         first, second, third = (join(coordinator.address, TOKEN, None)[1] for _ in range(3))
         first.enter({"data": "digest", "folder": "mark"})
-        first.close()
         until = time.monotonic() + 10
-        while not any("was lost before the run began" in line for line in said) and time.monotonic() < until:
-            time.sleep(0.01)
-        for client in (second, third):
-            client.enter({"data": "digest", "folder": "mark"})
+        if says_goodbye:
+            first.leave(0)
+        else:
+            first.close()
+            while not any("was lost before the run began" in line for line in said) and time.monotonic() < until:
+                time.sleep(0.01)
+        second.enter({"data": "digest", "folder": "mark"})
+        assert not coordinator.begun
+        third.enter({"data": "digest", "folder": "mark"})
         assert second.wait_for_generation() and {second.rank, third.rank} == {0, 1}
         for client in (second, third):
             client.leave(0)
@@ -434,15 +444,29 @@ def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it
     job = {**JOB, "data": tokens.digest, "tokens": str(tokens.folder)}
     with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
         _, client = join(coordinator.address, TOKEN, None)
-        received = receive(tmp_path / "mine", tokens.digest, client.fetch)
+        received = receive(tmp_path / "mine", tokens.digest, client.fetch, TokenSet.open)
         client.enter({"data": received.digest, "folder": "mark"})
         assert client.wait_for_generation()
         client.leave(0)
         assert coordinator.wait() == 0
     assert (received.read(0, 100) == tokens.read(0, 100)).all()
-    found = find(tmp_path / "mine", tokens.digest)
+    found = find(tmp_path / "mine", tokens.digest, TokenSet.open)
     assert found is not None and found.folder == received.folder
-    assert find(tmp_path / "mine", "another digest") is None
+    assert find(tmp_path / "mine", "another digest", TokenSet.open) is None
+
+
+def test_a_worker_receives_the_samples_of_a_fine_tuning(tmp_path: Path) -> None:
+    config = tune_config(make_model(tmp_path / "model"), endings(tmp_path / "ends.jsonl", 12))
+    samples = prepare_samples(config, Base(config.model))
+    job = {**JOB, "data": samples.digest, "tokens": str(samples.folder)}
+    with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
+        _, client = join(coordinator.address, TOKEN, None)
+        received = receive(tmp_path / "mine", samples.digest, client.fetch, SampleSet.open)
+        client.enter({"data": received.digest, "folder": "mark"})
+        assert client.wait_for_generation()
+        client.leave(0)
+        assert coordinator.wait() == 0
+    assert received.folder != samples.folder and (received.tokens(5) == samples.tokens(5)).all()
 
 
 def test_data_that_arrives_faster_than_the_disk_takes_it_waits_outside(
@@ -474,7 +498,7 @@ def test_what_arrives_with_another_digest_is_not_kept(tmp_path: Path) -> None:
     with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
         _, client = join(coordinator.address, TOKEN, None)
         with pytest.raises(UserError, match="did not arrive intact"):
-            receive(tmp_path / "mine", "0" * 64, client.fetch)
+            receive(tmp_path / "mine", "0" * 64, client.fetch, TokenSet.open)
         client.close()
     assert not any((tmp_path / "mine").iterdir())
 

@@ -19,8 +19,10 @@ from andon.checkpoint.manifest import verify
 from andon.config.load import build, keys, parse_arguments
 from andon.config.presets import DEFAULTS
 from andon.config.show import reference
+from tests import prefork
 from tests.runs import SMALL, andon, environment, train
 from tests.test_board import board_of
+from tests.tuning import LIBRARIES, endings, make_model
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -129,6 +131,10 @@ def commands() -> list[str]:
 
 
 DEMO_STEPS = DEFAULTS["tiny"]["train"]["steps"]
+TUNED = [
+    *("--train.steps=2", "--train.slots=3", "--train.micro_batch=1", "--train.context=32", "--eval.samples=2"),
+    *("--eval.shown=1", "--eval.length=2", "--device=cpu"),
+]
 SUBSTITUTES = {
     "CHECKPOINT": "runs/demo/checkpoints/checkpoint-6",
     f"checkpoint-{DEMO_STEPS}": "checkpoint-6",  # the demo here has six steps
@@ -138,7 +144,7 @@ APPENDED = {
     "andon bench checkpoint": ["--preset=tiny", "--tokens=16", "--repetitions=1", "--ranks=1"],
     "andon bench train": ["--preset=tiny", "--tokens=16", "--repetitions=1", "--ranks=1"],
     "andon bench transport": [
-        *("--transports=shm,ring:bf16", "--ranks=2", "--sizes=64KB", "--repetitions=1", "--json")
+        *("--transports=shm,ring:bf16,protocol2", "--ranks=2", "--sizes=64KB", "--repetitions=1", "--json")
     ],
     "andon bench cnn": ["--images=4", "--repetitions=1"],
     "andon bench hosts": ["--rates=1gbit", "--ranks=2", "--tokens=16", "--repetitions=1"],
@@ -146,8 +152,13 @@ APPENDED = {
     "andon bench numerics": ["--presets=tiny", "--repetitions=1"],
     "andon drill": ["--help"],  # tests/test_drill.py runs it
     "andon run": ["2"],
+    "andon finetune": TUNED,
+    "andon bench finetune": ["--presets=tiny", "--samples=1", "--repetitions=1", "--ranks=1"],
+    "andon merge": ["--out=merged"],
+    "andon plan --finetune": ["--json"],
     "torchrun --nproc-per-node 2 mine.py": [],
     "andon data show": ["runs/demo", "--windows=0"],
+    "andon data show runs/finetune": [],
     "andon profile": [*SMALL, "--steps=1"],
     "andon evaluate": ["--windows=2"],
     "andon train": [*SMALL, "--train.steps=8"],
@@ -156,6 +167,8 @@ APPENDED = {
     "torchrun": [*SMALL, "--train.steps=2"],
 }
 """What makes a command short; its own words stay as they are."""
+ELSEWHERE = ("andon coordinator", "andon worker", "andon gradient-server")
+"""Commands that are run together with others: `tests/test_machines.py`, `tests/test_protocol2_group.py`."""
 ROW = {"transport", "ranks", "mb", "ms", "gloo_ms", "ratio", "cpu_s_per_gb"}
 
 
@@ -210,15 +223,35 @@ def execute(line: str, folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.fixture(scope="module")
+def tuned(workplace: Path) -> Path:
+    """The folder of a reader who has fine-tuned a model."""
+    prefork.preload(*LIBRARIES)
+    make_model(workplace / "my-model")
+    endings(workplace / "samples.jsonl", 12)
+    code, output = andon("finetune", "my-model", "samples.jsonl", *TUNED, cwd=workplace)
+    assert code == 0, output
+    code, output = andon("merge", "runs/finetune/adapter", cwd=workplace)
+    assert code == 0, output
+    return workplace
+
+
 @pytest.mark.parametrize(
-    "line", [line for line in commands() if not line.startswith(("andon coordinator", "andon worker"))]
+    "line", [line for line in commands() if not line.startswith(ELSEWHERE) and "--group.server" not in line]
 )
-def test_every_command_in_the_documents_runs(workplace: Path, tmp_path: Path, line: str) -> None:
+def test_every_command_in_the_documents_runs(
+    workplace: Path, tmp_path: Path, line: str, request: pytest.FixtureRequest
+) -> None:
+    if "my-model" in line or "runs/finetune" in line:
+        request.getfixturevalue("tuned")
     for placeholder, value in SUBSTITUTES.items():
         line = line.replace(placeholder, value)
     command = re.sub(r"^([A-Z]+=\S+ )*", "", line)
     kind = max((known for known in APPENDED if command.startswith(known)), key=len, default="")
-    options = [*APPENDED.get(kind, []), *([f"--run.dir={tmp_path}"] if kind in ("andon train", "torchrun") else [])]
+    trains = kind.startswith(("andon train", "andon finetune", "torchrun"))
+    own_sizes = "--model." if "--model.from" in line else "--none"
+    short = [option for option in APPENDED.get(kind, []) if not option.startswith(own_sizes)]
+    options = [*short, *([f"--run.dir={tmp_path}"] if trains else [])]
     line = f"{line} {shlex.join(options)}"
     if command.startswith("andon board"):
         with board_of(shlex.split(line)[1:], workplace) as url:
@@ -237,5 +270,5 @@ def test_every_command_in_the_documents_runs(workplace: Path, tmp_path: Path, li
     assert code == (3 if "--fault" in line else 0), output
     if kind == "andon bench transport":
         rows = [json.loads(text) for text in output.splitlines() if text.startswith("{")]
-        assert [row["transport"] for row in rows] == ["gloo", "shm", "ring:bf16"]
+        assert [row["transport"] for row in rows] == ["gloo", "shm", "ring:bf16", "protocol2"]
         assert all(row.keys() >= ROW for row in rows)

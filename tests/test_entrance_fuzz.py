@@ -98,7 +98,7 @@ def storm(count: int, attack: Attack) -> None:
     def some(turn: int) -> None:
         dice = random.Random(f"{SEED} {turn}")
         for _ in range(count // 40):
-            with suppress(ConnectionError, TimeoutError):
+            with suppress(OSError):  # of a connection that the victim has closed
                 attack(dice)
 
     with ThreadPoolExecutor(4) as pool:

@@ -112,6 +112,27 @@ def test_a_run_that_grows_and_shrinks_gives_the_answer_of_one_worker(tmp_path: P
     assert len({json.dumps(each.units) for each in saved}) == 1
 
 
+def test_fine_tuning_gives_one_answer_and_counts_right_answers(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from tests.tuning import make_model, plots
+
+    make_model(tmp_path / "llama")
+    plots(tmp_path / "plots.jsonl", 120)
+    options = [
+        *("--device=cuda", "--train.slots=4", "--train.micro_batch=3", "--train.context=48", "--train.steps=6"),
+        *("--optim.lr=0.01", "--eval.samples=12", "--eval.shown=1", "--eval.length=4", "--checkpoint.every=2"),
+    ]
+    found = []
+    for workers in (1, 2):
+        name = f"tuned{workers}"
+        words = ["llama", "plots.jsonl", *options, f"--workers={workers}", f"--run.dir={name}"]
+        code, output = run("finetune", *words, cwd=tmp_path, timeout=300, executed=True)
+        assert code == 0, output
+        answers = [(step["correct"], step["total"]) for step in events(tmp_path / name, "step")]
+        found.append((summary(tmp_path / name)["weights_blake3"], answers))
+    assert found[0] == found[1] and len(found[0][1]) == 6
+
+
 def test_faster_kernels_train_with_all_checks(tmp_path: Path) -> None:
     fault = "--fault=nan:rank=0,step=3,parameter=lm_head.weight"
     assert train(tmp_path, "--deterministic=false", name="whole")["step"] == 12
@@ -186,6 +207,9 @@ class Numbered:
 
     def windows(self, step: int, slot: int) -> list[int]:
         return []
+
+    def name(self, window: int) -> int:
+        return window
 
 
 def test_a_batch_that_was_prepared_is_the_one_that_is_asked_for() -> None:

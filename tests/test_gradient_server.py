@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from andon.engine.order import make_order
-from andon.protocol2.client import ServerShutdown, WorkerClient
-from andon.protocol2.messages import JoinRequest
-from andon.protocol2.server import GradientServer, NonFiniteGradient
-from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
-from tests.plain_peers import SECONDS, PlainServer, PlainSocket, PlainWorker
+from andon.protocol2.client import WorkerClient
+from andon.protocol2.connections import WorkerGone
+from andon.protocol2.mean import NonFiniteGradient, global_loss
+from andon.protocol2.server import GradientServer, WorkersDisagree
+from andon.protocol2.wire.dialogue import BLOCK, COMPONENT, Dialogue, Part
+from andon.protocol2.wire.messages import JoinRequest
+from andon.transport.base import GroupTimeout
+from tests.group_harness import busy
+from tests.plain_peers import SECONDS, PlainWorker, sequential_mean
+
+pytestmark = pytest.mark.timeout(60)  # a server that waits for ever is noticed soon
+Lost = list[WorkerGone]
 
 
 @contextmanager
-def session(count: int, dead_after: float = 30.0) -> Iterator[tuple[GradientServer, list[PlainWorker]]]:
+def session(
+    count: int, dead_after: float = 30.0, lost: Lost | None = None
+) -> Iterator[tuple[GradientServer, list[PlainWorker]]]:
     """A server and so many plain workers that have joined, in the order of their numbers."""
-    with GradientServer(dead_after=dead_after) as server, ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+    lost = [] if lost is None else lost
+    with (
+        GradientServer(dead_after=dead_after, on_lost=lost.append) as server,
+        ThreadPoolExecutor(1) as pool,
+        ExitStack() as stack,
+    ):
         joining = pool.submit(server.wait_for_workers, count, SECONDS)
         workers = [PlainWorker(server.address, f"plain-{number}") for number in range(count)]
         for worker in workers:
@@ -37,7 +47,7 @@ def session(count: int, dead_after: float = 30.0) -> Iterator[tuple[GradientServ
 def test_a_server_listens_on_a_free_port_and_knows_nobody() -> None:
     with GradientServer() as server:
         assert server.address[1] > 0
-        assert server.worker_count == 0
+        assert server.workers == []
 
 
 def test_a_worker_joins_and_is_told_its_number() -> None:
@@ -54,99 +64,145 @@ def test_the_server_gives_up_waiting_at_the_deadline() -> None:
 def test_a_whole_session_of_plain_workers() -> None:
     with session(2) as (server, workers):
         assert [worker.worker_id for worker in workers] == [0, 1]
+        dialogue = Dialogue(0)
         server.send_shard_assignments(0, 101)
         assert [worker.shard() for worker in workers] == [(0, 0, 50), (0, 50, 101)]
-
         workers[0].send_gradient(0, [1.0, 2.0, -8.0], 0.5, 10, 25)
         workers[1].send_gradient(0, [2.0, 3.0, 8.0], 1.5, 20, 75)
-        result = server.collect_and_reduce(0)
-        assert result.gradients.tolist() == [1.5, 2.5, 0.0]
-        assert result.global_loss == pytest.approx((0.5 * 25 + 1.5 * 75) / 100)
-        assert (result.total_correct, result.total_samples) == (30, 100)
-        assert result.milliseconds >= 0
-        server.broadcast_averaged(0, result)
+        mean = server.collect(dialogue)
+        assert mean.gradients.tolist() == [1.5, 2.5, 0.0]
+        assert (mean.loss, mean.correct, mean.total, mean.workers) == (1.25, 30, 100, (0, 1))
+        assert mean.wait_ms >= 0 and mean.reduce_ms >= 0
+        server.broadcast(mean)
         for worker in workers:
-            assert worker.averaged() == (0, [1.5, 2.5, 0.0], 1.25)
-
-        workers[0].send_block(1, 3, [2, 1], [1.0, 2.0, 3.0])
-        workers[1].send_block(1, 3, [2, 1], [3.0, 4.0, 5.0])
-        block = server.collect_and_reduce_block(1, 3)
-        assert (block.block, block.component_sizes, block.gradients.tolist()) == (3, (2, 1), [2.0, 3.0, 4.0])
-        server.broadcast_averaged_block(1, block)
-        for worker in workers:
-            assert worker.averaged_block() == (1, 3, [2, 1], [2.0, 3.0, 4.0])
-
-        for component in (0, 1, 2):
-            for worker in workers:
-                worker.send_non_block(1, component, [float(worker.worker_id), 4.0])
-            part = server.collect_and_reduce_non_block(1, component)
-            server.broadcast_averaged_non_block(1, part)
-            for worker in workers:
-                assert worker.averaged_non_block() == (1, component, [0.5, 4.0])
-
+            step, gradients, loss = worker.averaged()
+            assert (step, gradients.tolist(), loss) == (0, [1.5, 2.5, 0.0], 1.25)
         server.shutdown_workers()
         for worker in workers:
             assert worker.receive() == b"\x07"
 
 
-def test_the_mean_is_added_in_the_one_order_and_streams_over_many_pieces() -> None:
-    rows = [torch.randn(300_001, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
-    expected = [row.clone() for row in rows]
-    make_order(3, 3).add_up(expected)
-    with session(3) as (server, workers), ThreadPoolExecutor(3) as pool:
+def test_blocks_in_reverse_order_and_then_components() -> None:
+    with session(2) as (server, workers):
+        dialogue = Dialogue()
+        for step in (5, 6):
+            for block in (1, 0):
+                workers[0].send_block(step, block, [2, 1], [1.0, 2.0, 3.0], blocks=2)
+                workers[1].send_block(step, block, [2, 1], [3.0, 4.0, 5.0], blocks=2)
+                server.broadcast(server.collect(dialogue))
+                for worker in workers:
+                    *place, gradients = worker.averaged_block()
+                    assert (place, gradients.tolist()) == ([step, block, [2, 1]], [2.0, 3.0, 4.0])
+            for component in (0, 1, 2):
+                for worker in workers:
+                    worker.send_non_block(step, component, [float(worker.worker_id), 4.0])
+                assert not dialogue.between_steps
+                server.broadcast(server.collect(dialogue))
+                for worker in workers:
+                    *place, gradients = worker.averaged_non_block()
+                    assert (place, gradients.tolist()) == ([step, component], [0.5, 4.0])
+            assert dialogue.between_steps
+
+
+def test_the_mean_is_added_worker_by_worker_from_zero() -> None:
+    """The bits of the original, for a number of workers at which the tree of `engine.order` gives others."""
+    dice = np.random.default_rng(1)
+    rows = [dice.standard_normal(300_001).astype(np.float32) for _ in range(5)]
+    for row in rows:
+        row[:2] = -0.0
+    with session(5) as (server, workers), ThreadPoolExecutor(5) as pool:
         for worker, row in zip(workers, rows, strict=True):
-            pool.submit(worker.send_gradient, 4, row.tolist(), 1.0, 1, 1)
-        result = server.collect_and_reduce(4)
-    assert np.array_equal(result.gradients, (expected[0] / 3).numpy())
+            pool.submit(worker.send_gradient, 4, row, 1.0, 1, 1)
+        mean = server.collect(Dialogue()).gradients
+    assert mean.tobytes() == sequential_mean(rows).tobytes()
+    assert not np.signbit(mean[:2]).any()
+    in_pairs = (((rows[0] + rows[1]) + (rows[2] + rows[3])) + rows[4]) / np.float32(5)
+    assert mean.tobytes() != in_pairs.tobytes()
+
+
+def test_the_loss_is_added_in_single_precision() -> None:
+    losses = [(0.1, 3), (0.7, 16_777_217), (1e-3, 5)]
+    total = np.float32(0)
+    for loss, count in losses:
+        total += np.float32(loss) * np.float32(count)
+    assert global_loss(losses) == float(total / np.float32(16_777_225))
+    assert global_loss(losses) != sum(float(np.float32(loss)) * count for loss, count in losses) / 16_777_225
+    assert global_loss([]) == global_loss([(3.0, 0)]) == 0.0
 
 
 def test_no_samples_make_no_loss() -> None:
     with session(1) as (server, (worker,)):
         worker.send_gradient(0, [], 3.0, 0, 0)
-        result = server.collect_and_reduce(0)
-        assert (result.global_loss, result.total_samples, len(result.gradients)) == (0.0, 0, 0)
+        mean = server.collect(Dialogue())
+        assert (mean.loss, mean.total, len(mean.gradients)) == (0.0, 0, 0)
+
+
+def test_a_worker_may_send_before_all_have_joined() -> None:
+    with GradientServer() as server, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(server.wait_for_workers, 2, SECONDS)
+        early = PlainWorker(server.address)
+        early.send_block(0, 0, [1], [1.0], blocks=1)
+        late = PlainWorker(server.address)
+        joining.result(SECONDS)
+        late.send_block(0, 0, [1], [3.0], blocks=1)
+        server.broadcast(server.collect(Dialogue()))
+        for worker in (early, late):
+            assert worker.averaged_block()[3].tolist() == [2.0]
+            worker.sock.close()
+
+
+def test_the_place_of_a_worker_that_leaves_before_all_have_joined_is_free_again() -> None:
+    with GradientServer() as server, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(server.wait_for_workers, 3, SECONDS)
+        workers = [PlainWorker(server.address) for _ in range(2)]
+        workers[0].sock.close()
+        until = time.monotonic() + SECONDS
+        while len(server.workers) > 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        workers += [PlainWorker(server.address) for _ in range(2)]
+        joining.result(SECONDS)
+        assert [worker.worker_id for worker in workers] == [0, 1, 0, 2]
+        for worker in workers:
+            worker.sock.close()
 
 
 def test_heartbeats_are_welcome_at_any_point() -> None:
     with session(2) as (server, workers):
+        dialogue = Dialogue()
         for worker in workers:
             worker.beat()
         workers[0].beat()
         for worker in workers:
             worker.send_gradient(0, [1.0], 1.0, 1, 1)
             worker.beat()
-        server.broadcast_averaged(0, server.collect_and_reduce(0))
+        server.broadcast(server.collect(dialogue))
         for worker in workers:
-            worker.send_block(1, 0, [1], [1.0])
-        server.collect_and_reduce_block(1, 0)
+            worker.send_gradient(1, [1.0], 1.0, 1, 1)
+        assert server.collect(dialogue).gradients.tolist() == [1.0]
 
 
-def test_who_sends_heartbeats_gets_heartbeats() -> None:
-    with GradientServer(heartbeat=0.05) as server, ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(server.wait_for_workers, 2, SECONDS)
-        workers = [PlainWorker(server.address) for _ in range(2)]
-        joining.result(SECONDS)
-        workers[0].beat()
-        for worker in workers:
-            worker.send_gradient(0, [1.0], 1.0, 1, 1)
-        result = server.collect_and_reduce(0)
-        assert workers[0].receive()[:1] == b"\x06"
-        server.broadcast_averaged(0, result)
-        assert workers[1].averaged() == (0, [1.0], 1.0)
-        for worker in workers:
-            worker.sock.close()
+def test_a_worker_may_send_ahead_and_gets_its_means_in_order() -> None:
+    with session(2) as (server, workers):
+        dialogue = Dialogue()
+        for step in range(4):
+            workers[0].send_gradient(step, [float(step)], 1.0, 1, 1)
+        for step in range(4):
+            workers[1].send_gradient(step, [0.0], 1.0, 1, 1)
+            server.broadcast(server.collect(dialogue))
+            assert workers[1].averaged()[1].tolist() == [step / 2]
+        assert [workers[0].averaged()[0] for _ in range(4)] == [0, 1, 2, 3]
 
 
 Spoil = Callable[[PlainWorker], None]
 SPOILS: dict[str, tuple[Spoil, str]] = {
     "another step": (lambda w: w.send_gradient(8, [1.0], 1.0, 1, 1), "step 8 where 7 was expected"),
-    "another message": (lambda w: w.send_block(7, 0, [1], [1.0]), "where GradientPayload was expected"),
-    "a message for workers": (lambda w: w.send(b"\x07"), "Shutdown where GradientPayload was expected"),
+    "another message": (lambda w: w.send_block(7, 23, [1], [1.0]), "block 23 where whole vector was expected"),
+    "a message for workers": (lambda w: w.send(b"\x07"), "Shutdown where a gradient was expected"),
     "another worker's number": (
         lambda w: w.send(struct.pack("<BQIQffQQ", 4, 7, 0, 1, 1.0, 1.0, 1, 1)),
         "it calls itself worker 0",
     ),
-    "another length": (lambda w: w.send_gradient(7, [1.0, 2.0], 1.0, 1, 1), "another shape"),
+    "another length": (lambda w: w.send_gradient(7, [1.0, 2.0], 1.0, 1, 1), "2 floats where the others sent"),
     "too large a frame": (lambda w: w.sock.sendall(struct.pack(">I", 100_000_001)), "100,000,001 bytes"),
     "an endless head": (
         lambda w: w.sock.sendall(struct.pack(">I", 90_000_000) + struct.pack("<BQIIII", 8, 7, 1, 0, 24, 20_000_000)),
@@ -164,98 +220,174 @@ SPOILS: dict[str, tuple[Spoil, str]] = {
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_who_breaks_the_protocol_is_named_and_dropped_and_the_others_go_on(spoil: str) -> None:
     act, complaint = SPOILS[spoil]
-    with session(3) as (server, workers):
+    lost: Lost = []
+    with session(3, lost=lost) as (server, workers):
+        dialogue = Dialogue(7)
         for worker in workers:
             if worker.worker_id != 1:
                 worker.send_gradient(7, [3.0], 1.0, 1, 1)
         act(workers[1])
-        with pytest.raises(ProtocolError, match=complaint) as caught:
-            server.collect_and_reduce(7)
-        assert "worker 1" in str(caught.value)
+        mean = server.collect(dialogue)
+        assert [(gone.worker.worker_id, gone.cause) for gone in lost] == [(1, "protocol")]
+        assert complaint in str(lost[0]) and "worker 1 (plain-1 at 127.0.0.1)" in str(lost[0])
+        assert (mean.gradients.tolist(), mean.workers) == ([3.0], (0, 2))
+        server.broadcast(mean)
         assert workers[1].is_closed()
         assert [worker.worker_id for worker in server.workers] == [0, 2]
-        server.send_shard_assignments(7, 10)
-        assert [workers[0].shard(), workers[2].shard()] == [(7, 0, 5), (7, 5, 10)]
-        workers[0].send_gradient(7, [1.0], 1.0, 1, 1)
-        workers[2].send_gradient(7, [2.0], 1.0, 1, 1)
-        assert server.collect_and_reduce(7).gradients.tolist() == [1.5]
+        server.send_shard_assignments(8, 10)
+        for worker in (workers[0], workers[2]):
+            worker.averaged()
+        assert [workers[0].shard(), workers[2].shard()] == [(8, 0, 5), (8, 5, 10)]
+        workers[0].send_gradient(8, [1.0], 1.0, 1, 1)
+        workers[2].send_gradient(8, [2.0], 1.0, 1, 1)
+        assert server.collect(dialogue).gradients.tolist() == [1.5]
 
 
 @pytest.mark.parametrize(
-    ("send", "collect", "complaint"),
+    ("send", "expected", "complaint"),
     [
-        (lambda w: w.send_block(1, 5, [1], [1.0]), lambda s: s.collect_and_reduce_block(1, 4), "block 5"),
-        (lambda w: w.send_block(1, 4, [2], [1.0]), lambda s: s.collect_and_reduce_block(1, 4), "sizes for 2"),
-        (lambda w: w.send_block(2, 4, [1], [1.0]), lambda s: s.collect_and_reduce_block(1, 4), "step 2"),
-        (lambda w: w.send_non_block(1, 2, [1.0]), lambda s: s.collect_and_reduce_non_block(1, 0), "component 2"),
-        (lambda w: w.send_non_block(3, 0, [1.0]), lambda s: s.collect_and_reduce_non_block(1, 0), "step 3"),
+        (lambda w: w.send_block(1, 5, [1], [1.0]), Part(BLOCK, 1, 4), "block 5 where block 4 was expected"),
+        (lambda w: w.send_block(1, 4, [2], [1.0]), Part(BLOCK, 1, 4), "sizes for 2 of 1 floats"),
+        (lambda w: w.send_block(2, 4, [1], [1.0]), Part(BLOCK, 1, 4), "step 2 where 1 was expected"),
+        (lambda w: w.send_block(1, 4, [1], [1.0], blocks=4), Part(BLOCK, 1, 4), "block 4 of 4"),
+        (lambda w: w.send_non_block(1, 2, [1.0]), Part(COMPONENT, 1, 0), "component 2 where component 0 was expected"),
+        (lambda w: w.send_non_block(3, 0, [1.0]), Part(COMPONENT, 1, 0), "step 3 where 1 was expected"),
+        (lambda w: w.send_non_block(1, 3, [1.0]), Part(COMPONENT, 1, 0), "component 3 where 0, 1 or 2 was expected"),
+        (lambda w: w.send_gradient(1, [1.0], 1.0, 1, 1), Part(BLOCK, 1, 4), "whole vector where block 4 was expected"),
+        (lambda w: w.send_block(1, 4, [1], [1.0]), None, "block 4, with which no step begins"),
+        (lambda w: w.send_non_block(1, 1, [1.0]), None, "component 1, with which no step begins"),
     ],
 )
-def test_a_wrong_block_component_or_size_is_refused(
-    send: Spoil, collect: Callable[[GradientServer], Any], complaint: str
-) -> None:
+def test_a_part_that_does_not_come_now_is_refused(send: Spoil, expected: Part | None, complaint: str) -> None:
+    dialogue = Dialogue()
+    if expected and expected.tag == BLOCK:
+        dialogue.advance(Part(BLOCK, expected.step, expected.index + 1, 24))
+    elif expected:
+        dialogue.advance(Part(BLOCK, expected.step, 0, 24))
     with session(1) as (server, (worker,)):
         send(worker)
-        with pytest.raises(ProtocolError, match=complaint):
-            collect(server)
+        with pytest.raises(WorkerGone, match=complaint):
+            server.collect(dialogue)
+
+
+def test_an_unequal_pair_is_not_settled_by_blaming_one_of_them() -> None:
+    lost: Lost = []
+    with session(2, lost=lost) as (server, workers):
+        workers[0].send_gradient(0, [1.0, 2.0], 1.0, 1, 1)
+        workers[1].send_gradient(0, [1.0], 1.0, 1, 1)
+        with pytest.raises(WorkersDisagree, match=r"worker 0: .* 2 floats; worker 1: .* 1 floats"):
+            server.collect(Dialogue())
+        assert len(server.workers) == 2 and not lost
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_gradient_that_is_not_finite_halts_and_names_worker_step_and_place(value: float) -> None:
+def test_a_gradient_that_is_not_finite_halts_and_names_worker_step_and_place(value: float) -> None:  # F-DP-003
     with session(2) as (server, workers):
-        workers[0].send_gradient(3, [1.0] * 200_000, 1.0, 1, 1)
         workers[1].send_gradient(3, [1.0] * 199_999 + [value], 1.0, 1, 1)
         with pytest.raises(NonFiniteGradient, match=r"halt: worker 1 .* step 3") as caught:
-            server.collect_and_reduce(3)
+            server.collect(Dialogue())  # at once, while the other still computes
         assert (caught.value.rank, caught.value.step, caught.value.where) == (1, 3, "whole vector")
-        for worker in workers:
-            worker.send_block(4, 2, [1], [value if worker.worker_id == 0 else 1.0])
-        with pytest.raises(NonFiniteGradient, match=r"worker 0 .* step 4 .block 2"):
-            server.collect_and_reduce_block(4, 2)
-        for worker in workers:
-            worker.send_non_block(5, 1, [value])
-        with pytest.raises(NonFiniteGradient, match=r"worker 0 .* step 5 .component 1"):
-            server.collect_and_reduce_non_block(5, 1)
-        server.shutdown_workers()
-        assert [worker.receive() for worker in workers] == [b"\x07", b"\x07"]
+        assert (caught.value.flaw.count, caught.value.flaw.first) == (1, 199_999)
+    for tag, name in ((BLOCK, "block 2"), (COMPONENT, "component 1")):
+        with session(2) as (server, workers):
+            dialogue = Dialogue()
+            dialogue.advance(Part(BLOCK, 4, 3, 24) if tag == BLOCK else Part(COMPONENT, 4, 0))
+            for worker in workers:
+                mine = [value if worker.worker_id == 0 else 1.0]
+                worker.send_block(4, 2, [1], mine) if tag == BLOCK else worker.send_non_block(4, 1, mine)
+            with pytest.raises(NonFiniteGradient, match=rf"worker 0 .* step 4 .{name}"):
+                server.collect(dialogue)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_halts_too(value: float) -> None:
+def test_a_sum_that_overflows_halts_and_names_the_worker_at_which_it_did() -> None:
+    with session(3) as (server, workers):
+        for worker in workers:
+            worker.send_gradient(2, [1.0, 2e38], 1.0, 1, 1)
+        with pytest.raises(NonFiniteGradient, match=r"worker 1 makes the sum .* non-finite at step 2") as caught:
+            server.collect(Dialogue())
+        assert (caught.value.flaw.first, caught.value.flaw.kind) == (1, "Inf")
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (float("nan"), "worker 0 sent a non-finite gradient"),
+        (float("inf"), "worker 0 sent a non-finite gradient"),
+        (3e38, "worker 1 makes the mean loss non-finite"),  # times 100 samples
+    ],
+)
+def test_a_loss_that_is_not_finite_halts_too(value: float, complaint: str) -> None:
     with session(2) as (server, workers):
         for worker in workers:
-            worker.send_gradient(3, [1.0], value if worker.worker_id == 1 else 1.0, 1, 1)
-        with pytest.raises(NonFiniteGradient, match=r"worker 1 .* step 3 .loss"):
-            server.collect_and_reduce(3)
+            worker.send_gradient(3, [1.0], value if worker.worker_id == 0 else 1.0, 1, 100)
+        with pytest.raises(NonFiniteGradient, match=rf"{complaint} at step 3 .loss"):
+            server.collect(Dialogue())
 
 
-def test_a_worker_that_breaks_off_in_the_middle_is_lost_and_the_others_go_on() -> None:
-    with session(2) as (server, workers):
+def test_a_worker_that_breaks_off_in_the_middle_is_lost_and_the_others_get_their_mean() -> None:
+    lost: Lost = []
+    with session(2, lost=lost) as (server, workers):
+        dialogue = Dialogue()
         workers[0].send_gradient(0, [1.0] * 100_000, 1.0, 1, 1)
         workers[1].sock.sendall(struct.pack(">IBQIQ", 33 + 400_000, 4, 0, 1, 100_000)[:20])
         workers[1].sock.close()
-        with pytest.raises(PeerLost) as caught:
-            server.collect_and_reduce(0)
-        assert caught.value.rank == 1
-        workers[0].send_gradient(0, [2.0], 1.0, 1, 1)
-        assert server.collect_and_reduce(0).gradients.tolist() == [2.0]
+        mean = server.collect(dialogue)
+        assert (mean.workers, len(mean.gradients)) == ((0,), 100_000)
+        assert [(gone.worker.worker_id, gone.cause) for gone in lost] == [(1, "lost")]
+        server.broadcast(mean)
+        workers[0].send_gradient(1, [2.0], 1.0, 1, 1)
+        assert server.collect(dialogue).gradients.tolist() == [2.0]
 
 
 @pytest.mark.alone
-def test_a_silent_worker_is_given_up_while_a_slow_one_that_beats_is_waited_for() -> None:
-    with session(2, dead_after=0.5) as (server, workers), ThreadPoolExecutor(1) as pool:
-        collecting = pool.submit(server.collect_and_reduce, 0)
-        until = time.monotonic() + SECONDS
-        while not collecting.done() and time.monotonic() < until:
-            workers[0].beat()
-            time.sleep(0.1)
-            if server.worker_count == 1:
-                workers[0].send_gradient(0, [1.0], 1.0, 1, 1)
-                break
-        with pytest.raises(GroupTimeout) as caught:
-            collecting.result(SECONDS)
-        assert caught.value.rank == 1
-        assert [worker.worker_id for worker in server.workers] == [0]
+@pytest.mark.parametrize("has_sent", [False, True])
+def test_a_death_is_reported_while_the_others_compute(has_sent: bool) -> None:
+    times: list[float] = []
+    with session(3) as (server, workers), ThreadPoolExecutor(1) as pool:
+        server._on_lost = lambda gone: times.append(time.monotonic())
+        if has_sent:
+            workers[1].send_gradient(0, [1.0] * 1_000_000, 1.0, 1, 1)
+        collecting = pool.submit(server.collect, Dialogue())
+        time.sleep(0.3)
+        died = time.monotonic()
+        workers[1].sock.close()
+        time.sleep(0.5)
+        assert len(times) == 1 and times[0] - died < 0.3 * busy() and not collecting.done()
+        for worker in (workers[0], workers[2]):
+            worker.send_gradient(0, [2.0], 1.0, 1, 1)
+        assert collecting.result(SECONDS).workers == (0, 2)
+
+
+@pytest.mark.alone
+def test_only_a_worker_of_ours_is_given_up_for_its_silence() -> None:
+    lost: Lost = []
+    with GradientServer(dead_after=0.4, heartbeat=0.1, on_lost=lost.append) as server, ThreadPoolExecutor(2) as pool:
+        joining = pool.submit(server.wait_for_workers, 3, SECONDS)
+        plain = PlainWorker(server.address)
+        silent = WorkerClient(server.address, JoinRequest("silent", 0, "cpu"), heartbeat=0.0)
+        beating = WorkerClient(server.address, JoinRequest("beating", 0, "cpu"), heartbeat=0.1)
+        joining.result(SECONDS)
+        collecting = pool.submit(server.collect, Dialogue())
+        time.sleep(1.5)
+        assert [(gone.worker.node_id, gone.cause) for gone in lost] == [("silent", "stalled")]
+        averaging = pool.submit(beating.average, 0, np.ones(3, np.float32), (1.0, 1, 1))
+        plain.send_gradient(0, [3.0] * 3, 1.0, 1, 1)
+        server.broadcast(collecting.result(SECONDS))
+        assert averaging.result(SECONDS)[0].tolist() == [2.0] * 3
+        assert list(beating.lost) == [silent.worker_id]
+        assert plain.averaged()[0] == 0
+        for each in (plain.sock, silent, beating):
+            each.close()
+
+
+@pytest.mark.alone
+def test_a_frame_that_has_begun_must_go_on() -> None:
+    lost: Lost = []
+    with session(2, dead_after=0.3, lost=lost) as (server, workers):
+        workers[0].send_gradient(0, [1.0], 1.0, 1, 1)
+        workers[1].sock.sendall(struct.pack(">IB", 50, 4))
+        assert server.collect(Dialogue()).workers == (0,)
+        assert [(gone.worker.worker_id, gone.cause) for gone in lost] == [(1, "stalled")]
 
 
 def test_strangers_at_the_door_do_not_hold_up_the_workers() -> None:
@@ -273,93 +405,3 @@ def test_strangers_at_the_door_do_not_hold_up_the_workers() -> None:
         assert early.is_closed()
         assert silent.is_closed()
         worker.sock.close()
-
-
-def join(server: PlainServer, heartbeat: float = 0.0) -> WorkerClient:
-    return WorkerClient(server.address, JoinRequest("ours", 2, "cuda"), SECONDS, heartbeat)
-
-
-def test_our_worker_joins_a_plain_server_for_a_whole_session() -> None:
-    def conversation(plain: PlainSocket) -> None:
-        plain.send(struct.pack("<BQQQ", 3, 6, 10, 20))
-        assert plain.receive() == struct.pack("<BQIQ2ffQQ", 4, 6, 1, 2, 1.0, 2.0, 0.5, 3, 4)
-        plain.send(struct.pack("<BI", 6, 1) + b"s" + struct.pack("<Q", 1))
-        plain.send(struct.pack("<BQQ2ff", 5, 6, 2, 3.0, 4.0, 0.75))
-        assert plain.receive() == struct.pack("<BQIIIIIQ2f", 8, 6, 1, 4, 24, 1, 2, 2, 1.0, 2.0)
-        plain.send(struct.pack("<BQIIIQ2f", 9, 6, 4, 1, 2, 2, 5.0, 6.0))
-        assert plain.receive() == struct.pack("<BQIBQ2f", 10, 6, 1, 2, 2, 1.0, 2.0)
-        plain.send(struct.pack("<BQBQ2f", 11, 6, 2, 2, 7.0, 8.0))
-        plain.send(b"\x07")
-
-    mine = np.array([1.0, 2.0], np.float32)
-    with PlainServer(conversation) as server, join(server) as client:
-        assert (client.worker_id, client.total_workers) == (1, 3)
-        assignment = client.receive_assignment()
-        assert assignment
-        assert (assignment.step, assignment.shard_start, assignment.shard_end) == (6, 10, 20)
-        client.send_gradients(6, mine, 0.5, 3, 4)
-        averaged = client.receive_averaged(6)
-        assert (averaged.gradients.tolist(), averaged.global_loss) == ([3.0, 4.0], 0.75)
-        client.send_block(6, 4, 24, (2,), mine)
-        assert client.receive_averaged_block(6, 4).gradients.tolist() == [5.0, 6.0]
-        client.send_non_block(6, 2, mine)
-        assert client.receive_averaged_non_block(6, 2).gradients.tolist() == [7.0, 8.0]
-        assert client.receive_assignment() is None
-
-
-@pytest.mark.parametrize(
-    ("payload", "error", "complaint"),
-    [
-        (struct.pack("<BQQff", 5, 7, 1, 1.0, 1.0), ProtocolError, "step 7"),
-        (struct.pack("<BQBQf", 11, 6, 0, 1, 1.0), ProtocolError, "AveragedNonBlockGradient"),
-        (struct.pack("<BQQff", 5, 6, 2, 1.0, 1.0), ProtocolError, "cut short"),
-        (b"\x99", ProtocolError, "0x99"),
-        (b"\x07", ServerShutdown, "ended the session"),
-    ],
-)
-def test_our_worker_refuses_what_it_did_not_ask_for(payload: bytes, error: type[GroupError], complaint: str) -> None:
-    with (
-        PlainServer(lambda plain: plain.send(payload)) as server,
-        join(server) as client,
-        pytest.raises(error, match=complaint),
-    ):
-        client.receive_averaged(6)
-
-
-def test_our_worker_refuses_a_frame_above_the_cap() -> None:
-    def conversation(plain: PlainSocket) -> None:
-        plain.sock.sendall(struct.pack(">I", 100_000_001))
-
-    with PlainServer(conversation) as server, join(server) as client, pytest.raises(ProtocolError, match="100,000,001"):
-        client.receive_averaged(6)
-
-
-def test_our_worker_sends_heartbeats_between_its_messages() -> None:
-    def conversation(plain: PlainSocket) -> None:
-        for _ in range(2):
-            payload = plain.receive()
-            assert payload[:9] == struct.pack("<BI", 6, 4) + b"ours"
-        plain.send(b"\x07")
-
-    with PlainServer(conversation) as server, join(server, heartbeat=0.05) as client:
-        assert client.receive_assignment() is None
-
-
-def test_our_worker_learns_that_the_server_is_gone() -> None:
-    with PlainServer(lambda plain: None) as server, join(server) as client, pytest.raises(PeerLost):
-        client.receive_assignment()
-
-
-def test_our_workers_and_our_server_leave_no_thread_behind() -> None:
-    before = threading.active_count()
-    with GradientServer(heartbeat=0.01) as server, ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(WorkerClient, server.address, JoinRequest("n", 0, "cpu"), SECONDS, 0.01)
-        server.wait_for_workers(1, SECONDS)
-        client = joining.result(SECONDS)
-        client.send_gradients(0, np.ones(10, np.float32), 1.0, 1, 1)
-        server.broadcast_averaged(0, server.collect_and_reduce(0))
-        assert client.receive_averaged(0).gradients.tolist() == [1.0] * 10
-        client.close()
-        client.close()
-    server.close()
-    assert threading.active_count() == before

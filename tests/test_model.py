@@ -13,7 +13,8 @@ from torch import Tensor
 
 from andon.errors import UserError
 from andon.model.generate import sample
-from andon.model.hub import load_model, to_hub
+from andon.model.hub import load_model
+from andon.model.hub_config import to_hub
 from andon.model.llama import Cache, Llama
 from andon.model.shape import SHAPES, Shape
 
@@ -164,6 +165,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
         {"hidden_act": "gelu"},
         {"attention_bias": True},
         {"mlp_bias": True},
+        {"head_dim": 64},
     ],
 )
 def test_what_this_decoder_does_not_do_is_refused(tmp_path: Path, change: dict[str, object]) -> None:

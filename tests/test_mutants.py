@@ -9,8 +9,8 @@ import pytest
 from tests.mutants import ROOT, Mutant, everything
 
 ROOMS = (
-    *("board", "checkpoint", "cluster", "commands", "config", "data", "engine", "integrity", "model", "optim"),
-    *("protocol2", "run", "transport"),
+    *("board", "checkpoint", "cluster", "commands", "config", "data", "engine", "finetune", "integrity", "model"),
+    *("optim", "protocol2", "run", "transport"),
 )
 
 

@@ -1,4 +1,4 @@
-"""C-ONE-001: one answer for any number of workers and transport, and it is the plain loop's answer."""
+"""C-ONE-001, F-DP-001: one answer for any number of workers and transport, and it is the plain loop's answer."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def uneven_gradient(group: Group, tokens: Path, config: Config) -> tuple[bytes, 
 
     trainer.optimizer.judge = judge
     for slot in trainer.model.slots:
-        x, y = trainer.batch(1, slot)
+        x, y, _ = trainer.batch(1, slot)
         y = y.clone()
         y[:, 3 + slot :] = -100
         trainer.model.backward(trainer.model(x, y), int((y != -100).sum()), reduction="sum")
@@ -143,7 +143,7 @@ def global_mean(trainer: Trainer, config: Config) -> Tensor:
     model.load_state_dict({name: value.double() for name, value in weights.items()})
     losses, count = [], 0
     for slot in range(8):
-        x, y = trainer.batch(1, slot)
+        x, y, _ = trainer.batch(1, slot)
         y = y.clone()
         y[:, 3 + slot :] = -100
         losses.append(torch.nn.functional.cross_entropy(model.logits(x).flatten(0, 1), y.flatten(), reduction="sum"))

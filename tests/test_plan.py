@@ -80,16 +80,17 @@ def test_plan_needs_no_torch_and_shows_what_settings_would_change(tmp_path: Path
         ({"zero.replicas": 2}, "unless two neighbours are lost at once"),
         ({"checkpoint.every": 30}, "up to 30 steps; --zero.replicas 2 would lose none, for 64.0 MB more"),
         ({"group.transport": "torch"}, "ends the run over torch"),
+        ({"group.transport": "protocol2", "group.server": "host:1"}, "ends the run over protocol2"),
         ({"workers": 1}, "the worker is started again"),
     ],
 )
 def test_the_plan_says_what_a_loss_costs(options: dict[str, Any], said: str) -> None:
     config = build({}, {"model.preset": "30m", "workers": 4, "train.slots": 8, **options}).on_this_machine()
-    assert said in cost_of_a_loss(config)
+    assert said in cost_of_a_loss(config, make_plan)
 
 
 def test_plan_as_json_counts_what_zero_saves(tmp_path: Path) -> None:
-    code, output = andon("plan", "--model.preset=30m", "--workers=4", "--json", cwd=tmp_path)
+    code, output = andon("plan", "--model.preset=30m", "--workers=4", "--min_workers=2", "--json", cwd=tmp_path)
     assert code == 0, output
     plan = json.loads(output)
     off = next(row for row in plan["changes"] if row["keys"] == {

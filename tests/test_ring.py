@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import andon
 from andon.engine.order import make_order, shares
 from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings
 from andon.transport.rows import Wire
@@ -104,6 +105,30 @@ def test_a_rank_sends_its_part_of_the_vector_twice_round_and_not_a_byte_more(
     assert sum(sent) == 2 * (size - 1) * length * item
     for other in data[1:]:
         assert torch.equal(other, data[0])
+
+
+def mean_of_mine(data: list[torch.Tensor], group: RingGroup) -> None:
+    andon.mean(group, data[group.rank])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("length", [0, 1, 7, 100_003])
+def test_the_mean_is_the_same_on_every_rank(size: int, length: int) -> None:  # C-RING-001
+    data = [vector.view(-1, 1) for vector in vectors(size, length)]
+    expected = torch.stack(data).double().mean(0)
+    with ring(size) as groups:
+        assert everyone(groups, partial(mean_of_mine, data)) == [None] * size
+    assert all(torch.equal(each, data[0]) for each in data)
+    torch.testing.assert_close(data[0].double(), expected, rtol=0, atol=1e-6)
+
+
+def test_two_equal_vectors_are_their_own_mean_and_a_view_with_gaps_is_refused() -> None:
+    data = [torch.tensor([1.0, -2.0, 3.5]) for _ in range(2)]
+    with ring(2) as groups:
+        everyone(groups, partial(mean_of_mine, data))
+        assert data[1].tolist() == [1.0, -2.0, 3.5]
+        with pytest.raises(ValueError, match="contiguous"):
+            andon.mean(groups[0], torch.zeros(4, 4)[:, 1])
 
 
 def test_two_ranks_get_the_sum_in_the_one_order() -> None:

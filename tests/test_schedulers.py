@@ -20,7 +20,7 @@ def test_the_job_script_is_a_valid_script_with_the_configuration(tmp_path: Path)
     for line in ("--ntasks=3", "--cpus-per-task=2", "--requeue", "--job-name=my-run", "--signal=B:USR1@120"):
         assert f"#SBATCH {line}\n" in text
     runs = tmp_path / "runs"
-    assert f"--folder {runs} --token-file '{runs}/My run'/token" in text and "'--run.dir=runs/My run'" in text
+    assert f"\"$(hostname):$port\" {runs} '{runs}/My run'/token &" in text and "'--run.dir=runs/My run'" in text
     assert "gpus" not in text and "unset ANDON_TOKEN" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 

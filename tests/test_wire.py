@@ -8,7 +8,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from andon.protocol2 import messages
+from andon.protocol2.wire import messages
+from andon.protocol2.wire.extension import EXTENDED, Abilities, AveragedPiece, GradientPiece, Halted, WorkerLost
+from andon.protocol2.wire.heads import Head, decode_head, decode_tail
 from andon.transport.base import ProtocolError
 from andon.transport.tcp import frames as wire
 
@@ -19,7 +21,7 @@ VECTORS = {
     "00000019 03 0500000000000000 0a00000000000000 1400000000000000": messages.ShardAssignment(5, 10, 20),
     "0000000e 06 01000000 6e 0100000000000000": messages.Heartbeat("n", 1),
 }
-EVERY = {**wire.TRANSPORT, **messages.VERSION_2}
+EVERY = {**wire.TRANSPORT, **EXTENDED}
 FLOATS = np.array([1.5, -2.0, 3.25], np.float32)
 MESSAGES: list[wire.Message] = [
     *VECTORS.values(),
@@ -31,6 +33,11 @@ MESSAGES: list[wire.Message] = [
     messages.AveragedBlockGradient(1, 3, (1, 2), FLOATS),
     messages.NonBlockGradientPayload(1, 2, 0, FLOATS),
     messages.AveragedNonBlockGradient(1, 2, FLOATS),
+    Abilities(1024),
+    WorkerLost(1, "gone"),
+    Halted(3, "NaN"),
+    GradientPiece(1, 2, 8, 3, 24, (4, 2), 3, 6, FLOATS, 0.5, 1, 2),
+    AveragedPiece(1, 8, 3, 3, FLOATS, 0.0),
     wire.Hello(1, 4, 3, "data", "nonce", "proof"),
     wire.Challenge("nonce"),
     wire.Accepted("proof"),
@@ -131,25 +138,23 @@ def test_a_gradient_above_the_cap_of_version_2_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
-    [message for message in MESSAGES if message.tag in messages.VERSION_2],
-    ids=lambda message: type(message).__name__,
+    "message", [message for message in MESSAGES if message.tag in EXTENDED], ids=lambda message: type(message).__name__
 )
 def test_a_head_says_how_much_of_it_is_missing_and_then_what_follows(message: wire.Message) -> None:
     payload = wire.frame(message)[4:]
-    needed: int | messages.Head = 0
+    needed: int | Head = 0
     while isinstance(needed, int):
-        needed = messages.decode_head(payload[:needed], len(payload))
+        needed = decode_head(payload[:needed], len(payload))
     floats = getattr(message, "gradients", None)
     assert needed.message is type(message)
     assert needed.count == (0 if floats is None else len(floats))
     if needed.tail:
         values = [getattr(message, field.name) for field in fields(message)]  # type: ignore[arg-type]
-        assert messages.decode_tail(needed.message, payload[-needed.tail :]) == tuple(values[len(needed.values) + 1 :])
+        assert decode_tail(needed.message, payload[-needed.tail :]) == tuple(values[len(needed.values) + 1 :])
 
 
 def test_a_head_whose_floats_do_not_fill_the_frame_is_refused() -> None:
     payload = wire.frame(messages.GradientPayload(1, 0, FLOATS, 0.5, 1, 1))[4:]
     for length in (len(payload) - 1, len(payload) + 4):
         with pytest.raises(ProtocolError, match="announces 3 floats"):
-            messages.decode_head(payload[:21], length)
+            decode_head(payload[:21], length)

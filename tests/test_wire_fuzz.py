@@ -25,9 +25,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from andon.engine.order import order_of_ranges
-from andon.protocol2 import messages
 from andon.protocol2.client import WorkerClient
+from andon.protocol2.connections import WorkerGone
 from andon.protocol2.server import GradientServer
+from andon.protocol2.wire import messages
+from andon.protocol2.wire.dialogue import Dialogue
+from andon.protocol2.wire.extension import EXTENDED, Abilities, AveragedPiece, GradientPiece, Halted, WorkerLost
 from andon.transport.base import ProtocolError
 from andon.transport.keys import SERVER
 from andon.transport.tcp import frames as wire
@@ -41,7 +44,7 @@ STEP = 7
 SECONDS = 20.0
 FLOATS = np.arange(5, dtype=np.float32)
 MB = 1 << 20
-EVERY = {**wire.TRANSPORT, **messages.VERSION_2}
+EVERY = {**wire.TRANSPORT, **EXTENDED}
 
 TEMPLATES: list[wire.Message] = [
     messages.JoinRequest("worker", 1, "cpu"),
@@ -54,6 +57,11 @@ TEMPLATES: list[wire.Message] = [
     messages.AveragedBlockGradient(STEP, 0, (2, 3), FLOATS),
     messages.NonBlockGradientPayload(STEP, 1, 0, FLOATS),
     messages.AveragedNonBlockGradient(STEP, 0, FLOATS),
+    Abilities(1024),
+    WorkerLost(1, "gone"),
+    Halted(3, "NaN"),
+    GradientPiece(STEP, 1, 4, 0, 0, (), 5, 15, FLOATS, 0.5, 1, 2),
+    AveragedPiece(STEP, 4, 0, 5, FLOATS, 0.5),
     wire.Hello(0, 2, 0, "data", "nonce", "proof"),
     wire.Challenge("nonce"),
     wire.Accepted("proof"),
@@ -186,26 +194,29 @@ def wrong_gradient(worker_id: int) -> st.SearchStrategy[bytes]:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_server_refuses_them_all_and_serves_the_others_on(count: int) -> None:
-    """Two good workers and, again and again, a third that sends something wrong."""
+    """Two good workers and a third that sends something wrong, again and again."""
     seen: list[bytes] = []
-    with GradientServer() as server, ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(server.wait_for_workers, 2, SECONDS)
-        good = [join(server.address) for _ in range(2)]
-        joining.result(SECONDS)
-        assert sorted(receive(sock)[0] for sock in good) == [2, 2]
-        good_frames = [wire.frame(messages.GradientPayload(STEP, number, FLOATS, 0.5, 1, 2))[4:] for number in range(2)]
 
-        def spoil(act: Callable[[socket.socket, int], None]) -> None:
+    def spoil(act: Callable[[socket.socket, int], None]) -> None:
+        lost: list[WorkerGone] = []
+        with GradientServer(on_lost=lost.append) as server:
             joining = pool.submit(server.wait_for_workers, 3, SECONDS)
-            with join(server.address) as bad:
-                joining.result(SECONDS)
-                _, worker_id, _ = struct.unpack("<BII", receive(bad))
-                for sock, payload in zip(good, good_frames, strict=True):
-                    send(sock, payload)
-                act(bad, worker_id)
-                with pytest.raises(ProtocolError, match=f"worker {worker_id} "):
-                    server.collect_and_reduce(STEP)
-            assert [worker.worker_id for worker in server.workers] == [0, 1]
+            socks = [join(server.address) for _ in range(3)]
+            joining.result(SECONDS)
+            numbers = [struct.unpack("<BII", receive(sock))[1] for sock in socks]
+            for sock, number in list(zip(socks, numbers, strict=True))[:2]:
+                send(sock, wire.frame(messages.GradientPayload(STEP, number, FLOATS, 0.5, 1, 2))[4:])
+            act(socks[2], numbers[2])
+            server.broadcast(server.collect(Dialogue(STEP)))
+            assert [(gone.worker.worker_id, gone.cause) for gone in lost] == [(numbers[2], "protocol")]
+            for sock in socks[:2]:
+                averaged = wire.decode(receive(sock), EVERY)
+                assert isinstance(averaged, messages.AveragedGradient)
+                assert averaged.gradients.tolist() == FLOATS.tolist()
+        for sock in socks:
+            sock.close()
+
+    with ThreadPoolExecutor(1) as pool:
 
         @examples(count // 3)
         @given(st.one_of(malformed, rubbish))
@@ -228,15 +239,6 @@ def test_a_server_refuses_them_all_and_serves_the_others_on(count: int) -> None:
         check_lengths()
         assert stays_flat(lambda payload: spoil(lambda bad, _: send(bad, payload)), seen, count // 10)
 
-        for sock, payload in zip(good, good_frames, strict=True):
-            send(sock, payload)
-        server.broadcast_averaged(STEP, server.collect_and_reduce(STEP))
-        for sock in good:
-            averaged = wire.decode(receive(sock), EVERY)
-            assert isinstance(averaged, messages.AveragedGradient)
-            assert averaged.gradients.tolist() == FLOATS.tolist()
-            sock.close()
-
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_worker_refuses_them_all(count: int) -> None:
@@ -253,7 +255,7 @@ def test_a_worker_refuses_them_all(count: int) -> None:
                 with joining.result(SECONDS) as client:
                     act(sock)
                     with pytest.raises(ProtocolError):
-                        client.receive_averaged(STEP)
+                        client.average(STEP, FLOATS)
 
         @examples(count // 2)
         @given(st.one_of(malformed, rubbish.filter(lambda payload: payload != wire.frame(messages.Shutdown())[4:])))

@@ -94,7 +94,7 @@ def test_a_gather_during_the_next_forward_gives_the_answer(tokens: Path, transpo
 
 def test_forward_waits_for_its_unit_and_tells_what_went_wrong_with_the_gather(tokens: Path) -> None:
     trainer = make_trainer(LocalGroup(), tokens, small_config(zero__policy="even"))
-    model, x = trainer.model, trainer.batch(1, 0)
+    model, x = trainer.model, trainer.batch(1, 0)[:2]
     model.gather.hook(model.module, overlap=True)
     asked, may_go_on = [], threading.Event()
 
@@ -152,6 +152,7 @@ def test_a_step_sends_what_is_planned_and_zero_no_more_than_an_all_reduce(
         by_rank = world.run(sent_in_a_step, tokens, ["off", *POLICIES])
     total = {policy: sum(sent[policy] for sent in by_rank) for policy in by_rank[0]}
     keys = {"train.slots": 4, "workers": size, "group.transport": transport}
+    keys |= {"group.server": "127.0.0.1:1"} if TRANSPORTS[transport].joins_server else {}
     for policy in ("off", "even"):
         config = load(None, {**keys, "zero.policy": policy})
         assert total[policy] == pytest.approx(size * make_plan(config).sent, rel=0.02)

@@ -13,8 +13,8 @@ from andon.config.schema import Config, RunConfig
 from andon.data.build import Corpus, prepare
 from andon.data.token_set import TokenSet
 from andon.engine.trainer import Trainer
-from andon.run.build import build_trainer
 from andon.run.events import Emit, no_event
+from andon.run.pretraining import PretrainingBuilder
 from andon.transport.base import Group
 
 SMALL: dict[str, Any] = {
@@ -50,7 +50,7 @@ def make_trainer(group: Group, tokens: Path, config: Config, emit: Emit = no_eve
         zero = config.zero.model_copy(update={"policy": config.zero.resolve("auto")})
         exchange = config.group.model_copy(update={"transport": group.transport})
         config = config.model_copy(update={"zero": zero, "group": exchange})
-    trainer = build_trainer(config, TokenSet.open(tokens), group, torch.device("cpu"), emit)
+    trainer = PretrainingBuilder(config, TokenSet.open(tokens)).first(group, torch.device("cpu"), emit)
     if config.run.dir == RunConfig().dir:
         trainer.checkpointer = None
     return trainer

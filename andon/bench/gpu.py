@@ -62,7 +62,7 @@ def transformers_step(shape: Shape, batch: int, compiled: bool) -> Step:
     """A step as one would write it with transformers' Llama, autocast and fused AdamW."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from andon.model.hub import to_hub
+    from andon.model.hub_config import to_hub
 
     fields = {key: value for key, value in to_hub(shape, 0, torch.float32).items() if key != "architectures"}
     model = LlamaForCausalLM(LlamaConfig(**fields, attn_implementation="sdpa")).cuda()

@@ -16,8 +16,9 @@ from andon.bench.report import show
 from andon.cluster.session import choose_device, make_torch_deterministic
 from andon.config.schema import Config
 from andon.engine.trainer import Trainer
-from andon.run.build import build_model, optimizer_of, step_settings
+from andon.run.build import allow_faster_kernels, optimizer_of, step_settings
 from andon.run.events import no_event
+from andon.run.pretraining import build_model
 from andon.transport.local import LocalGroup
 
 WARM_UP: Final = 3
@@ -29,9 +30,10 @@ def main(config: Config, steps: int, trace: Path, most: int, as_json: bool) -> N
     config = config.with_transport("local")
     make_torch_deterministic(config.threads)
     device = choose_device(config.device, 0, no_event)
+    allow_faster_kernels(config, device)
     group = LocalGroup()
     tokens = config.train.micro_batch * config.train.context
-    optimizer = optimizer_of(config, build_model(config, device), group)
+    optimizer = optimizer_of(config, build_model(config, device), group, overlap_gather=False)
     trainer = Trainer(optimizer, RandomBatches(config.shape, tokens, config.seed), step_settings(config))
     for _ in range(WARM_UP):
         trainer.train_step()

@@ -8,16 +8,14 @@ the same congestion control (`andon.bench.link`).
 """
 
 import statistics
-import threading
 from typing import Any
 
 from andon.bench.bounds import measure_bounds
 from andon.bench.processes import run_ranks
 from andon.bench.report import show
+from andon.bench.servers import start_server
 from andon.control.token import new_token
 from andon.errors import UserError
-from andon.transport.base import TRANSPORTS
-from andon.transport.keys import SERVER, LinkKeys
 
 MB = 1 << 20
 MEAN_FROM = 1 * MB  # geometric means leave out what is smaller: it measures latency
@@ -78,9 +76,7 @@ def _run_ranks(
 ) -> dict[int, dict[str, list[tuple[float, float]]]]:
     """Per size and transport: seconds of the slowest rank and processor seconds of all, per repetition."""
     token = new_token()
-    servers = {
-        name: _serve_star(ranks, token) for name in transports if TRANSPORTS[name.partition(":")[0]].needs_server
-    }
+    servers = {name: port for name in transports if (port := start_server(name, ranks, token)) is not None}
     task = {"transports": transports, "sizes": sizes, "repetitions": repetitions, "servers": servers}
     by_rank = run_ranks("andon.bench.ranks.transport", ranks, task, token)
     return {
@@ -93,13 +89,3 @@ def _run_ranks(
         }
         for size in sizes
     }
-
-
-def _serve_star(ranks: int, token: str) -> int:
-    """Start the server of a star in this process, which is idle while ranks measure; its port."""
-    from andon.transport.tcp.star_server import StarServer
-
-    keys = LinkKeys.derive(token.encode(), SERVER, ranks)
-    server = StarServer(("127.0.0.1", 0), ranks, timeout=60.0, keys=keys)
-    threading.Thread(target=server.serve, daemon=True).start()
-    return server.address[1]

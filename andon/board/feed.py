@@ -14,7 +14,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from andon.board.curves import downsample
-from andon.board.history import COLUMNS, History
+from andon.board.history import COLUMNS, OPTIONAL, History
 from andon.board.text import plain
 from andon.run.events import as_json
 
@@ -114,7 +114,7 @@ class Feed:
         steps = self.history.steps
         low, high = (steps < first).sum(), (steps <= last).sum()
         columns = {name: self.history.column(name)[low:high] for name in COLUMNS}
-        used = {name: each for name, each in columns.items() if name != "mfu" or (each == each).any()}
+        used = {name: each for name, each in columns.items() if name not in OPTIONAL or (each == each).any()}
         return downsample(steps[low:high], used, points)
 
     def since(self, cursor: str) -> list[tuple[int, str]] | None:

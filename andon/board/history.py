@@ -22,7 +22,9 @@ from andon.board.story import Story
 from andon.board.text import integer, number
 from andon.run.events import Event
 
-COLUMNS = ("loss", "tokens_per_s", "grad_norm", "lr", "mfu")
+OPTIONAL = ("mfu", "accuracy")
+"""What only some kinds of runs have; it is the last number of their steps."""
+COLUMNS = ("loss", "tokens_per_s", "grad_norm", "lr", *OPTIONAL)
 STEP = b'{"event": "step"'
 NEWLINE = ord("\n")
 NUMBER = rb"(-?[0-9][-+0-9.e]*)"
@@ -31,7 +33,7 @@ PLAIN_STEP = re.compile(
     + b"".join(b', "%b": %b' % (key, NUMBER) for key in (b"time", b"step", b"loss", b"tokens"))
     + b"".join(b', "%b": %b' % (key, NUMBER) for key in (b"tokens_per_s", b"lr", b"grad_norm"))
 )
-MFU = re.compile(rb'"mfu": ([0-9][-+0-9.e]*)}$')
+LAST = re.compile(rb'"(mfu|accuracy)": ([0-9][-+0-9.e]*)}$')
 CHUNK = 4 << 20
 LARGE = 24 << 20  # bytes of a file that is first read with a stride
 PARSED_AT_ONCE = 6_000  # steps of such a file, at most
@@ -142,8 +144,8 @@ class History:
             if not is_next or not (np.diff(table[1]) > 0).all():
                 self._add(parse([line for _, line in found]))
                 continue
-            _, steps, loss, tokens, tokens_per_s, lr, norm, mfu = table
-            self._append(np.stack([steps, loss, tokens_per_s, norm, lr, mfu]))
+            _, steps, loss, tokens, tokens_per_s, lr, norm, *optional = table
+            self._append(np.stack([steps, loss, tokens_per_s, norm, lr, *optional]))
             self.story.tokens += int(tokens[:-1].sum())
             for event in parse([found[-1][1]]):
                 self.story.add_step(event, int(steps[-1]))
@@ -193,11 +195,11 @@ class History:
 
 
 def plain_step(line: bytes) -> tuple[bytes, ...] | None:
-    """The numbers of a step as this version writes it, the MFU or NaN last; None for other lines."""
+    """The numbers of a step as this version writes it, the optional ones or NaN last; None for other lines."""
     if line.endswith(b'"}') or not (found := PLAIN_STEP.match(line)):  # a step that was skipped ends with the reason
         return None
-    mfu = None if line.endswith(b"}}") else MFU.search(line, max(0, len(line) - 32))
-    return *found.groups(), mfu[1] if mfu else b"nan"
+    last = None if line.endswith(b"}}") else LAST.search(line, max(0, len(line) - 40))
+    return *found.groups(), *(last[2] if last and last[1] == name.encode() else b"nan" for name in OPTIONAL)
 
 
 def tail(path: Path) -> list[bytes]:

@@ -10,7 +10,9 @@ HELP = {
     "andon_steps": "Steps of the whole run.",
     "andon_tokens_total": "Tokens trained on, steps done again included.",
     "andon_train_loss": "Loss of the last step.",
-    "andon_val_loss": "Loss on held-out windows.",
+    "andon_train_accuracy": "Share of right answers of the last step, where a run has answers.",
+    "andon_val_loss": "Loss on held-out data.",
+    "andon_val_accuracy": "Share of right answers on held-out data.",
     "andon_tokens_per_second": "Tokens per second of all workers.",
     "andon_gradient_norm": "Norm of the mean gradient before clipping.",
     "andon_learning_rate": "Learning rate of the last step.",
@@ -49,6 +51,7 @@ def _samples(feed: Feed) -> Iterable[Sample]:
     yield "andon_tokens_total", run, story.tokens
     columns = {
         "loss": "andon_train_loss",
+        "accuracy": "andon_train_accuracy",
         "tokens_per_s": "andon_tokens_per_second",
         "grad_norm": "andon_gradient_norm",
         "lr": "andon_learning_rate",
@@ -57,6 +60,7 @@ def _samples(feed: Feed) -> Iterable[Sample]:
         yield name, run, number(story.last.get(key))
     if story.evals:
         yield "andon_val_loss", run, story.evals[-1][1]
+        yield "andon_val_accuracy", run, story.evals[-1][4]
     yield "andon_skipped_steps_total", run, story.skipped
     good = [step for step, save in story.saves.items() if save["verdict"] == "verified"]
     if good:

@@ -248,7 +248,7 @@ class Story:
             self._sample(event, text)
 
     def _on_eval(self, event: Event) -> None:
-        fields = [number(event.get(key)) for key in ("loss", "bits_per_byte", "valid_share")]
+        fields = [number(event.get(key)) for key in ("loss", "bits_per_byte", "valid_share", "accuracy")]
         step = integer(event.get("step"))
         while self.evals and self.evals[-1][0] >= step:
             self.evals.pop()

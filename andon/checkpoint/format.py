@@ -79,6 +79,30 @@ def write_text(path: Path, text: str, at: At) -> Record:
     return Record(sink.size, sink.digest.hexdigest())
 
 
+def record_of(path: Path) -> Record:
+    """The record of a file that something else has written."""
+    places: dict[str, tuple[int, int, str]] = {}
+    whole = blake3()
+    with open(path, "rb") as file:
+        if path.suffix == ".safetensors":
+            header = file.read(8)
+            header += file.read(int.from_bytes(header, "little"))
+            whole.update(header)
+            fields = json.loads(header[8:])
+            fields.pop("__metadata__", None)
+            for name, field in sorted(fields.items(), key=lambda item: item[1]["data_offsets"]):
+                start, stop = (len(header) + offset for offset in field["data_offsets"])
+                digest = blake3()
+                for lo in range(start, stop, CHUNK_BYTES):
+                    piece = file.read(min(CHUNK_BYTES, stop - lo))
+                    digest.update(piece)
+                    whole.update(piece)
+                places[name] = (start, stop, digest.hexdigest())
+        while piece := file.read(CHUNK_BYTES):
+            whole.update(piece)
+        return Record(file.tell(), whole.hexdigest(), places)
+
+
 class _Sink:
     """A file that is being written."""
 

@@ -20,6 +20,8 @@ from andon.errors import UserError
 NAME = "manifest.json"
 FORMAT = 1
 REQUIRED = ("model.safetensors", "state.json")
+ADAPTER = "adapter_model.safetensors"
+"""What the folder of an adapter has in place of the model."""
 LONGEST = 256 << 20  # bytes of a manifest
 CHUNK_BYTES = 4 << 20
 Progress = Callable[[int], None]
@@ -136,7 +138,7 @@ def find_damage(folder: Path, progress: Progress = lambda count: None, sizes_onl
     if step_of(folder) not in (-1, manifest.step):
         yield Damage(NAME, "", f"it is the manifest of checkpoint-{manifest.step}")
     for name in REQUIRED:
-        if name not in manifest.files:
+        if name not in manifest.files and not (name == "model.safetensors" and ADAPTER in manifest.files):
             yield Damage(name, "", "the manifest does not list it")
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:

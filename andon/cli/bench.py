@@ -53,8 +53,10 @@ def bench_train(
         run_on_gpu(preset, numbers("--tokens", tokens or "32768")[0], activation_memory, repetitions, as_json)
         return
     _enter_network()
+    from andon.bench.servers import check_needs_no_server
     from andon.bench.train import main as run
 
+    check_needs_no_server(transport)
     run(preset, ranks, numbers("--tokens", tokens or "64,512,4096"), repetitions, transport, zero, as_json)
 
 
@@ -84,8 +86,28 @@ def bench_cnn(
     """Measure a script's small CNN with Andon's Python interface against PyTorch DDP, interleaved in one run."""
     _enter_network()
     from andon.bench.cnn import main as run
+    from andon.bench.servers import check_needs_no_server
 
+    check_needs_no_server(transport)
     run(ranks, numbers("--images", images), repetitions, transport, as_json)
+
+
+@bench_app.command("finetune")
+def bench_finetune(
+    presets: Annotated[str, typer.Option(help="Models.")] = "tiny,30m",
+    ranks: Workers = 2,
+    samples: Annotated[int, typer.Option(min=1, help="Samples per worker and step.")] = 4,
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of five steps; the median counts.")] = 9,
+    transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
+    as_json: AsJson = False,
+) -> None:
+    """Measure fine-tuning with LoRA against Hugging Face's Trainer with peft and DDP, interleaved in one run."""
+    _enter_network()
+    from andon.bench.finetune import main as run
+    from andon.bench.servers import check_needs_no_server
+
+    check_needs_no_server(transport)
+    run(presets.split(","), ranks, samples, repetitions, transport, as_json)
 
 
 @bench_app.command("numerics")

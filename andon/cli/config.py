@@ -6,17 +6,17 @@ import json
 
 import typer
 
-from andon.cli.arguments import ANY, AsJson, Words, configuration, new_app, terminal
+from andon.cli.arguments import ANY, AsJson, Finetune, Words, new_app, run_configuration, terminal
 
 config_app = new_app(name="config", help="Show and check configurations.")
 
 
 @config_app.command("show", context_settings=ANY)
-def config_show(words: Words = None, as_json: AsJson = False) -> None:
+def config_show(words: Words = None, finetune: Finetune = False, as_json: AsJson = False) -> None:
     """Print the configuration that CONFIG.yaml, presets and options resolve to, with the help of each key."""
     from andon.config.show import annotated
 
-    config = configuration(words or [])
+    config = run_configuration(words or (["MODEL", "DATA"] if finetune else []), finetune)
     typer.echo(config.model_dump_json() + "\n" if as_json else annotated(config), nl=False)
 
 
@@ -39,8 +39,9 @@ def config_reference() -> None:
 @config_app.command("validate", context_settings=ANY)
 def config_validate(context: typer.Context) -> None:
     """Check CONFIG.yaml and overrides."""
-    config = configuration(context.args)
-    typer.echo(f"valid: {config.model.preset}, {config.train.steps:,} steps, {config.workers} workers")
+    config = run_configuration(context.args)
+    steps = f"{config.train.steps:,} steps" if config.train.steps else "as many steps as its epochs take"
+    typer.echo(f"valid: {config.model_name}, {steps}, {config.workers} workers")
 
 
 @config_app.command("schema")

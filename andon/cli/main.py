@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,15 +10,18 @@ import typer
 
 from andon.cli.arguments import (
     ANY,
+    EXIT_CODES,
     AsJson,
+    Finetune,
     Resume,
     TlsCa,
     TlsCert,
     TlsKey,
     Words,
-    address_of,
     configuration,
+    launch,
     new_app,
+    run_configuration,
     terminal,
     tls_of,
     use_kernels,
@@ -27,18 +29,19 @@ from andon.cli.arguments import (
 from andon.cli.bench import bench_app
 from andon.cli.checkpoint import checkpoint_app
 from andon.cli.config import config_app
+from andon.cli.finetune import finetune_app
 from andon.cli.runs import runs_app
 from andon.errors import UserError
+from andon.transport.address import parse_address
 from andon.transport.base import GroupError
 from andon.version import VERSION
 
 if TYPE_CHECKING:
     from andon.numerics import Numerics
 
-EXIT_CODES = "Exit codes: 0 done, 1 user error, 2 usage, 3 halted, 4 stopped and saved."
 app = new_app(add_completion=True, help=f"Data-parallel pretraining that stops the line.\n\n{EXIT_CODES}")
 launch_app = new_app(name="launch", help="Print what a cluster's scheduler needs to run a configuration.")
-for _commands in (runs_app, config_app, bench_app, checkpoint_app, launch_app):
+for _commands in (finetune_app, runs_app, config_app, bench_app, checkpoint_app, launch_app):
     app.add_typer(_commands)
 
 
@@ -105,15 +108,7 @@ def train(words: Words = None, resume: Resume = "auto") -> None:
     --checkpoint.every N     steps between saves
     --on_nonfinite skip      skip a step with a bad gradient instead of halting
     """
-    config = configuration(words or [])
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():  # torchrun and its like
-        use_kernels(config.numerics)
-        from andon.cluster.torchrun import run
-
-        sys.exit(run(config, resume, terminal(lasting=True)))
-    from andon.cluster.launch import train as launch
-
-    sys.exit(launch(config, resume, terminal(lasting=True)))
+    sys.exit(launch(run_configuration(words or []), resume))
 
 
 @app.command(context_settings={**ANY, "allow_interspersed_args": False}, epilog=EXIT_CODES)
@@ -149,8 +144,8 @@ def coordinator(
     """
     from andon.cluster.launch import Door, serve
 
-    config = configuration(context.args)
-    host, port = address_of(bind) if bind else ("", None)
+    config = run_configuration(context.args)
+    host, port = parse_address(bind) if bind else ("", None)
     tls = tls_of(tls_cert, tls_key, tls_ca)
     if tls:
         tls.check_accepts()
@@ -172,7 +167,7 @@ def worker(
     from andon.cluster.worker import Access
     from andon.control.token import token_of_worker
 
-    host, port = address_of(address)
+    host, port = parse_address(address)
     tls, console = tls_of(tls_cert, tls_key, tls_ca), terminal(lasting=True)
 
     def say(text: str) -> None:
@@ -182,12 +177,39 @@ def worker(
     sys.exit(join_run((host, PORT if port is None else port), access))
 
 
+@app.command("gradient-server", epilog=EXIT_CODES)
+def gradient_server(
+    workers: Annotated[int, typer.Option(min=1, help="Workers that take part.")],
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; port 0: any free one.")] = "127.0.0.1:29412",
+    steps: Annotated[int, typer.Option(min=0, help="Steps to serve; 0: until the workers leave.")] = 0,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Samples to share out among the workers in every step; 0: no assignments.")
+    ] = 0,
+    folder: Annotated[Path, typer.Option("--run.dir", help="Where the session is recorded.")] = Path(
+        "runs/gradient-server"
+    ),
+    allow: Annotated[list[str] | None, typer.Option(help="A NETWORK whose hosts may take part; repeatable.")] = None,
+) -> None:
+    """Average gradients for workers of any language that speak protocol 2.
+
+    It follows the dialogue of its workers: whole vectors (with --samples after an assignment for each step), or blocks
+    and then components. Protocol 2 has no authentication, so only this machine may connect unless --allow names others.
+    """
+    from andon.commands.gradient_server.serve import PORT, Service, parse_networks, serve
+
+    host, port = parse_address(bind)
+    service = Service(
+        (host, PORT if port is None else port), workers, steps, samples, parse_networks(allow or []), folder
+    )
+    sys.exit(serve(service, terminal(lasting=True)))
+
+
 @launch_app.command("slurm", context_settings=ANY)
 def launch_slurm(context: typer.Context) -> None:
     """Print a job script for `sbatch`: one task per worker; it goes on after a kill, a requeue or the time limit."""
     from andon.commands.schedulers import slurm_script
 
-    typer.echo(slurm_script(configuration(context.args), context.args), nl=False)
+    typer.echo(slurm_script(run_configuration(context.args), context.args), nl=False)
 
 
 @launch_app.command("k8s", context_settings=ANY)
@@ -199,7 +221,7 @@ def launch_k8s(
     """Print a manifest for `kubectl apply`: a coordinator and its workers, which go on after a kill or an eviction."""
     from andon.commands.schedulers import kubernetes_manifest
 
-    typer.echo(kubernetes_manifest(configuration(context.args), image, claim), nl=False)
+    typer.echo(kubernetes_manifest(run_configuration(context.args), image, claim), nl=False)
 
 
 @app.command(context_settings=ANY)
@@ -211,11 +233,11 @@ def prepare(context: typer.Context) -> None:
 
 
 @app.command(context_settings=ANY)
-def plan(context: typer.Context, as_json: AsJson = False) -> None:
+def plan(context: typer.Context, finetune: Finetune = False, as_json: AsJson = False) -> None:
     """Print memory and traffic of a configuration, and what other settings would change."""
     from andon.commands.plan import main as run
 
-    run(configuration(context.args), as_json, terminal())
+    run(run_configuration(context.args, finetune), as_json, terminal())
 
 
 @app.command()

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from andon.cli.arguments import AsJson, TlsCert, TlsKey, address_of, new_app, numbers, terminal, use_kernels
+from andon.cli.arguments import AsJson, TlsCert, TlsKey, new_app, numbers, terminal, use_kernels
 from andon.errors import UserError
+from andon.transport.address import parse_address
 
 runs_app = new_app()
 data_app = new_app(name="data", help="Show training data.")
 runs_app.add_typer(data_app)
 
-Model = Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest good one.")]
+Model = Annotated[Path, typer.Argument(help="A checkpoint, a run (its newest good one), an adapter or a model folder.")]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
 Runs = Annotated[list[Path] | None, typer.Argument(help="Folders of runs, or folders that hold them; default: runs/.")]
 
@@ -60,7 +61,7 @@ def board(
 
     if bool(tls_cert) != bool(tls_key):
         raise UserError("TLS needs a certificate and a key", "Only one was given", "Give --tls-cert and --tls-key")
-    address = address_of(bind) if bind else ("127.0.0.1", None)
+    address = parse_address(bind) if bind else ("127.0.0.1", None)
     run(runs or [Path("runs")], address, (tls_cert, tls_key) if tls_cert else None, terminal())
 
 
@@ -86,7 +87,7 @@ def stop(
 def plot(
     run: RunFolder,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A .png; default: in the terminal.")] = None,
-    curve: Annotated[str, typer.Option(help="loss, tokens_per_s, grad_norm, lr or mfu.")] = "loss",
+    curve: Annotated[str, typer.Option(help="loss, accuracy, tokens_per_s, grad_norm, lr or mfu.")] = "loss",
 ) -> None:
     """Draw a curve of a run, in the terminal or as a PNG."""
     from andon.commands.runs import plot as draw
@@ -109,7 +110,7 @@ def export(
 
 @runs_app.command()
 def resize(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of `andon train` that goes on.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run that goes on.")],
     workers: Annotated[int, typer.Argument(help="Number of workers from now on.")],
 ) -> None:
     """Have a run go on with more or fewer workers, from its next step on."""
@@ -129,9 +130,11 @@ def audit(run: RunFolder) -> None:
 
 @data_app.command("show")
 def data_show(
-    run: RunFolder, windows: Annotated[str, typer.Option(help="Window numbers, as named in a halt: 12,480")]
+    run: RunFolder,
+    windows: Annotated[str, typer.Option(help="Window numbers, as named in a halt: 12,480")] = "",
+    samples: Annotated[str, typer.Option(help="Samples of a fine-tuning run, as named in a halt: a.jsonl:7,…")] = "",
 ) -> None:
-    """Print the text of training windows."""
-    from andon.commands.data import show_windows
+    """Print the text of training windows, or samples as they were trained on."""
+    from andon.commands.data import show
 
-    show_windows(run, numbers("--windows", windows), terminal())
+    show(run, numbers("--windows", windows) if windows else [], samples.split(",") if samples else [], terminal())

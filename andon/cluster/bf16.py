@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 
-from andon.config.schema import Config
+from andon.config.schema import RunSettings
 from andon.errors import UserError
 from andon.numerics import kernels
 
 ATTEMPT = [sys.executable, "-m", "andon.cluster.bf16"]
 
 
-def check_bf16(config: Config) -> None:
+def check_bf16(config: RunSettings) -> None:
     """Refuse bf16 on a CPU that dies of it."""
     if config.train.precision != "bf16" or config.device == "cuda":
         return

@@ -11,20 +11,21 @@ from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from andon.board.serve import beside
 from andon.checkpoint.listing import step_of
 from andon.cluster.bf16 import check_bf16
+from andon.cluster.kinds import libraries, prepare, settle, show_data, show_plan
 from andon.cluster.nursery import Nursery
 from andon.cluster.processes import Command, Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import StarProcess
 from andon.cluster.worker import START_AGAIN, Access, work
 from andon.config.load import load
-from andon.config.schema import Config
+from andon.config.schema import RunSettings
 from andon.control.coordinator import Coordinator
 from andon.control.generations.succession import GoesOn
 from andon.control.link import Message
@@ -36,21 +37,22 @@ from andon.run.display import Display, show_error
 from andon.run.events import Emit, Event, Recorder, event, last_step
 from andon.run.folder import RunFolder, read_mark
 from andon.run.ledger import Ledger
-from andon.run.outlook import machine_notes, show_corpus_plan, show_plan
-from andon.run.prepare import prepare_tokens
+from andon.run.outlook import machine_notes
 from andon.run.resize import Wish
+from andon.transport.address import address_text
 from andon.transport.base import TRANSPORTS, GroupError, PeerLost
 from andon.transport.tcp.entrance.tls import Tls
 
 LOOPBACK = "127.0.0.1"
+C = TypeVar("C", bound=RunSettings)
 WORKER = ("-m", "andon.cluster.worker")
 PORT = 29411
 """Where a coordinator listens, unless told otherwise."""
 
 
-def train(config: Config, resume: str, console: Console) -> int:
+def train(config: RunSettings, resume: str, console: Console) -> int:
     """`andon train`: start the workers of a run here and wait for them; gives the exit code."""
-    config = absolute(config).on_this_machine()
+    config = settle(absolute(config).on_this_machine(), console)
     check_bf16(config)
     for note in machine_notes(config):
         console.print(note, style="yellow", soft_wrap=True)
@@ -77,9 +79,9 @@ class Door:
     tls: Tls | None = None
 
 
-def serve(config: Config, resume: str, door: Door, console: Console) -> int:
+def serve(config: RunSettings, resume: str, door: Door, console: Console) -> int:
     """`andon coordinator`: wait for workers that are started elsewhere; gives the exit code."""
-    config = absolute(config).with_transport("star")
+    config = settle(absolute(config).with_transport("star"), console)
     with run_folder(config, resume, console) as (folder, checkpoint):
         return _coordinate(config, folder, checkpoint, console, door)
 
@@ -101,7 +103,7 @@ def join_run(address: tuple[str, int], access: Access) -> int:
 
 
 @contextlib.contextmanager
-def run_folder(config: Config, resume: str, console: Console) -> Iterator[tuple[RunFolder, Path | None]]:
+def run_folder(config: RunSettings, resume: str, console: Console) -> Iterator[tuple[RunFolder, Path | None]]:
     """Show the plan and lock the run's folder; gives the folder and the checkpoint to resume from."""
     show_plan(console, config)
     with contextlib.closing(RunFolder(config.run.dir)) as folder:
@@ -119,7 +121,7 @@ def run_folder(config: Config, resume: str, console: Console) -> Iterator[tuple[
 
 
 @contextlib.contextmanager
-def recording(config: Config, folder: RunFolder, console: Console) -> Iterator[tuple[Recorder, Emit]]:
+def recording(config: RunSettings, folder: RunFolder, console: Console) -> Iterator[tuple[Recorder, Emit]]:
     """Record and show the events of a run; its first `start` removes how an earlier part of it ended."""
     display = Display(console, config)
     recorder = Recorder(folder.folder, display, hold=folder.hold)
@@ -138,7 +140,7 @@ def recording(config: Config, folder: RunFolder, console: Console) -> Iterator[t
 
 
 def _coordinate(
-    config: Config, folder: RunFolder, checkpoint: Path | None, console: Console, door: Door | None = None
+    config: RunSettings, folder: RunFolder, checkpoint: Path | None, console: Console, door: Door | None = None
 ) -> int:
     """Coordinate a run: start its workers here, or wait at a door for those that are started elsewhere."""
     logs = config.run.dir / "logs"
@@ -162,8 +164,8 @@ def _coordinate(
     credentials = Credentials(token, door.tls if door else None)
     with contextlib.ExitStack() as stack:
         begin = None if door else _starter(config, token, logs, stack)  # loads torch meanwhile
-        tokens = prepare_tokens(config, console)
-        show_corpus_plan(console, config, tokens.meta["documents"], tokens.token_count)
+        data = prepare(config, console)
+        show_data(console, config, data)
         if config.run.board and console.is_terminal:
             stack.enter_context(beside(config.run.dir, partial(console.print, style="dim", soft_wrap=True)))
         recorder, emit = stack.enter_context(recording(config, folder, console))
@@ -175,9 +177,9 @@ def _coordinate(
             goes_on = replace(goes_on, server=star.serve)
         job = {
             "config": config.model_dump(mode="json"),
-            "data": tokens.digest,
+            "data": data.digest,
             "folder_mark": read_mark(folder.folder),
-            "tokens": str(tokens.folder),
+            "tokens": str(data.folder),
             "resume": str(checkpoint) if checkpoint else None,
             "log": str(logs),
         }
@@ -203,9 +205,9 @@ def _coordinate(
         raise UserError("The run was ended at once", "A second Ctrl-C", START_AGAIN)
     if failures := coordinator.failures + ([recorder.failure] if recorder.failure else []):
         first = failures[0]
-        if workers and workers.first_signal:
-            first = UserError(first.what, workers.first_signal, first.remedy)
-        show_error(console, first)
+        cause = workers.first_signal if workers and workers.first_signal else first.cause
+        cause += f". {transport.fixed}" if transport.fixed and "lost" in kinds else ""
+        show_error(console, UserError(first.what, cause, first.remedy))
         return code if code == EXIT_HALTED else EXIT_USER_ERROR
     if code == EXIT_STOPPED and not coordinator.begun:
         console.print("Stopped before the first step: there was nothing to save.")
@@ -220,17 +222,18 @@ def _coordinate(
 
 
 def _starter(
-    config: Config, token: str, logs: Path, stack: contextlib.ExitStack
+    config: RunSettings, token: str, logs: Path, stack: contextlib.ExitStack
 ) -> Callable[[Sequence[str], Path], Process]:
     """What starts the workers of this machine, with their arguments and their log."""
     own = environment(token)
     if sys.platform != "linux":  # elsewhere a process that has loaded torch cannot be forked safely
         return lambda arguments, log: execute(Command([*WORKER, *arguments], own), config.threads, log)
     settings = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1", **kernels(config.numerics)}
-    return stack.enter_context(contextlib.closing(Nursery({**own, **settings}, log_of(logs, 0)))).start
+    nursery = Nursery({**own, **settings}, libraries(config), log_of(logs, 0))
+    return stack.enter_context(contextlib.closing(nursery)).start
 
 
-def _invite(config: Config, coordinator: Coordinator, tls: Tls | None, console: Console) -> None:
+def _invite(config: RunSettings, coordinator: Coordinator, tls: Tls | None, console: Console) -> None:
     """Say how workers join."""
     host, port = coordinator.address
     where = address_text(socket.gethostname() if ip_address(host).is_unspecified else host, port)
@@ -252,7 +255,7 @@ class Members:
     goes_on: GoesOn
 
 
-def _goes_on(config: Config, folder: RunFolder, checkpoint: Path | None, stack: contextlib.ExitStack) -> GoesOn:
+def _goes_on(config: RunSettings, folder: RunFolder, checkpoint: Path | None, stack: contextlib.ExitStack) -> GoesOn:
     """What the run needs to go on when its members change; the ledger is closed at the end."""
     ledger = Ledger(folder.folder, step_of(checkpoint) if checkpoint else 0)
     stack.callback(ledger.close)
@@ -287,12 +290,7 @@ def _listening(
         yield coordinator
 
 
-def address_text(host: str, port: int) -> str:
-    """HOST:PORT, as a person types it."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def absolute(config: Config) -> Config:
+def absolute(config: C) -> C:
     """The configuration with an absolute path of the run's folder."""
     run = config.run.model_copy(update={"dir": expand(config.run.dir).resolve()})
     return config.model_copy(update={"run": run})

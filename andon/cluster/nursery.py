@@ -26,7 +26,7 @@ from andon.errors import UserError
 from andon.machine import name_process
 
 ANYTHING = 1 << 16  # bytes of a request
-LOADED = ("andon.cluster.session", "andon.transport.shm.group", "numpy.random", "tokenizers")
+LOADED = ("andon.cluster.session", "andon.transport.shm.group", "numpy.random", "tokenizers")  # for every kind of run
 START_SECONDS = 120.0  # that loading torch may take, from a slow disk
 
 
@@ -62,9 +62,9 @@ class Child:
 class Nursery:
     """Starts the workers of one run; a nursery that has died is replaced."""
 
-    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
-        """`environment` is that of the workers, besides the launcher's."""
-        self._environment, self._log = environment, log
+    def __init__(self, environment: Mapping[str, str], libraries: Sequence[str], log: Path) -> None:
+        """`environment` is that of the workers, besides the launcher's; `libraries` are modules that they need."""
+        self._environment, self._libraries, self._log = environment, libraries, log
         self._open()
 
     def start(self, arguments: Sequence[str], log: Path) -> Child:
@@ -88,7 +88,7 @@ class Nursery:
     def _open(self) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "andon.cluster.nursery"]
+        command = [sys.executable, "-m", "andon.cluster.nursery", *self._libraries]
         environment = os.environ | self._environment
         with theirs, open(self._log, "ab") as output:
             # In its own session: Ctrl-C reaches only the launcher, which asks the workers to save first.
@@ -144,13 +144,13 @@ def _redirect(log: int) -> None:
     os.close(log)
 
 
-def main() -> int:
-    """Load torch and fork; in a forked process, work."""
+def main(libraries: Sequence[str]) -> int:
+    """Load torch and libraries, and fork; in a forked process, work."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number in handlers:  # a batch system signals every process; the launcher ends this one
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(Exception):  # a worker that cannot load it says why
-        for module in LOADED:
+        for module in (*LOADED, *libraries):
             importlib.import_module(module)
     gc.freeze()
     forked = serve(socket.socket(fileno=os.dup(0)))
@@ -166,4 +166,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

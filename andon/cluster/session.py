@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
-from andon.config.schema import Config
-from andon.data.token_set import TokenSet
+from andon.cluster.kinds import builder_of
+from andon.config.schema import RunSettings
+from andon.data.build import Prepared
 from andon.engine.membership import Membership
 from andon.engine.optimizer import Optimizer
 from andon.engine.trainer import Trainer
 from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt
 from andon.integrity.probe import compare_probes, differing, take_probe
-from andon.model.llama import Llama
-from andon.run.build import build_optimizer, build_trainer, trainer_of, warm_up
+from andon.run.build import Builder
 from andon.run.events import Emit, Event, event, no_event
-from andon.run.loop import Books, Run
+from andon.run.loop import Books, Loop
 from andon.transport.base import TRANSPORTS, Group, Rendezvous, Settings, fastest_here, open_group
 from andon.transport.local import LocalGroup
 
@@ -39,9 +39,9 @@ class Surroundings:
     books: Books | None = None
 
 
-def train(config: Config, tokens: TokenSet, group: Group, resume: Path | None, around: Surroundings) -> bool:
+def train(config: RunSettings, data: Prepared, group: Group, resume: Path | None, around: Surroundings) -> bool:
     """Train as one rank of a run, from a checkpoint if one is given; whether it was stopped before its end."""
-    session = Session(config, tokens, around)
+    session = Session(config, data, around)
     try:
         return session.train(group, resume)
     finally:
@@ -51,24 +51,30 @@ def train(config: Config, tokens: TokenSet, group: Group, resume: Path | None, a
 class Session:
     """One worker's part of a run, through all generations in which it takes part."""
 
-    def __init__(self, config: Config, tokens: TokenSet, around: Surroundings) -> None:
-        self.config, self.tokens, self.around = config, tokens, around
+    def __init__(self, config: RunSettings, data: Prepared, around: Surroundings) -> None:
+        self.config, self.data, self.around = config, data, around
+        self.builder: Builder | None = None
         self.optimizer: Optimizer | None = None
-        self.run: Run | None = None
+        self.run: Loop | None = None
 
-    def prepare(self, known: Mapping[str, str]) -> None:
-        """Build what a worker that joins a run needs, before the others wait for it; `known` is the run's probe."""
+    def prepare(self, known: Mapping[str, str], frozen: str = "") -> None:
+        """Build what a worker that joins a run needs, before the others wait for it. `known` is the run's probe, and
+        `frozen` the digest of its weights that are not trained."""
         device = choose_device(self.config.device, self.around.local_rank, no_event)
         operations = differing(take_probe(device), known)
         if operations and not self.config.group.mixed:
             what = f"This machine computes {', '.join(operations)} otherwise than the run that it joins"
             raise UserError(what, "Another processor, GPU or version of torch", "Use an equal machine, or group.mixed")
         self.config = self.config.model_copy(update={"probe": dict(known)})
-        self.optimizer = build_optimizer(self.config, self.tokens, LocalGroup(self.config.group.wire), device)
-        self.optimizer.is_new = True
-        module = self.optimizer.model.module
-        if isinstance(module, Llama) and module.compiled:
-            warm_up(self.config, self.optimizer.model)
+        self.builder = builder_of(self.config, self.data)
+        optimizer = self.builder.optimizer(LocalGroup(self.config.group.wire), device, joins=True)
+        if frozen and optimizer.model.frozen != frozen:
+            cause = "The weights that are not trained are not those of the run that it joins"
+            raise UserError(
+                f"{self.config.model_name} is another model here", cause, "Copy the run's model to this machine"
+            )
+        self.optimizer, optimizer.is_new = optimizer, True
+        self.builder.warm_up(optimizer.model)
 
     def train(self, group: Group, resume: Path | None = None) -> bool:
         """Train in the first generation, from a checkpoint if one is given; whether it was stopped before the end."""
@@ -77,9 +83,10 @@ class Session:
         device = choose_device(self.config.device, self.around.local_rank, emit)
         refuse_mixed_devices(group, device)
         self.config = with_probe(self.config, group, device, emit)
-        trainer = build_trainer(self.config, self.tokens, group, device, self._emit)
+        self.builder = builder_of(self.config, self.data)
+        trainer = self.builder.first(group, device, self._emit)
         trainer.optimizer.is_new = resume is not None
-        self._built(trainer)
+        self._built(trainer, self.builder)
         if resume:
             trainer.resume(resume)
         return self._run()
@@ -89,16 +96,16 @@ class Session:
         self._ask(group)
         if self.optimizer is None:  # the first generation has ended before it was built
             self.prepare(self.config.probe)
-        assert self.optimizer
+        assert self.optimizer and self.builder
         membership = Membership.of(group, self.config.train.slots)
         try:
             if self.run:
                 settled = self.run.trainer.enter(membership, recorded)
             else:
                 settled = self.optimizer.enter(membership, recorded)
-                self._built(trainer_of(self.config, self.tokens, self.optimizer, self._emit))
+                self._built(self.builder.trainer(self.optimizer, self._emit), self.builder)
         except JidokaHalt as halt:
-            self._emit(event("halt", **halt.fields(), data=self.tokens.digest))
+            self._emit(event("halt", **halt.fields(), data=self.data.digest))
             raise
         assert self.run
         self.run.go_on(settled, recorded, since)
@@ -127,9 +134,9 @@ class Session:
         """Whether all steps are done."""
         return self.run is not None and self.run.trainer.progress.step >= self.config.train.steps
 
-    def _built(self, trainer: Trainer) -> None:
+    def _built(self, trainer: Trainer, builder: Builder) -> None:
         self.optimizer = trainer.optimizer
-        self.run = Run(self.config, self.tokens, trainer, self.around.emit, self.around.books)
+        self.run = builder.loop(trainer, self.around.emit, self.around.books)
         self.around.on_built(trainer)
 
     def _emit(self, event: Event) -> None:
@@ -143,7 +150,7 @@ class Session:
         return self.run.trainer.progress.step < self.config.train.steps
 
 
-def open_configured(config: Config, rendezvous: Rendezvous, settings: Settings) -> Group:
+def open_configured(config: RunSettings, rendezvous: Rendezvous, settings: Settings) -> Group:
     """The group that the configuration asks for; torch is made to give the same bits every time first."""
     make_torch_deterministic(config.threads)
     alone = not TRANSPORTS[config.group.transport].connects  # until it grows
@@ -162,7 +169,7 @@ def refuse_mixed_devices(group: Group, device: torch.device) -> None:
         raise UserError(f"The ranks train on different devices: {found}", cause, "Give --device cpu or --device cuda")
 
 
-def with_probe(config: Config, group: Group, device: torch.device, emit: Emit) -> Config:
+def with_probe(config: RunSettings, group: Group, device: torch.device, emit: Emit) -> RunSettings:
     """Take the probe; refuse ranks that compute other bits, unless the configuration allows them."""
     probe = dict(take_probe(device))
     if found := compare_probes(group, probe, config.group.mixed):

@@ -16,33 +16,34 @@ import torch.distributed as dist
 from rich.console import Console
 
 from andon.cluster.bf16 import check_bf16
+from andon.cluster.kinds import prepare, settle
 from andon.cluster.launch import absolute, recording, run_folder
 from andon.cluster.session import Surroundings, choose_device, make_torch_deterministic, open_configured, train
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
-from andon.config.load import build
-from andon.config.schema import Config
+from andon.config.load import validate
+from andon.config.schema import RunSettings
 from andon.control.token import VARIABLE, Credentials, checked, new_token
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, UserError
 from andon.integrity.halt import JidokaHalt
 from andon.run.events import Emit, event, no_event
 from andon.run.loop import while_others_wait
-from andon.run.prepare import prepare_tokens
 from andon.transport.base import TRANSPORTS, Settings
 from andon.transport.tcp.connect import check_loopback, is_loopback
 from andon.transport.torch_dist import StoreRendezvous, gloo_at
 
 
-def run(config: Config, resume: str, console: Console) -> int:
+def run(config: RunSettings, resume: str, console: Console) -> int:
     """Train as the rank that the environment names; gives the exit code."""
     rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     _number("MASTER_PORT")
-    config = absolute(build(config.model_dump(), {"workers": world_size})).with_transport("torch")
+    quiet = console if rank == 0 else Console(quiet=True)
+    config = settle(with_workers(absolute(config), world_size).with_transport("torch"), quiet)
     check_bf16(config)
     make_torch_deterministic(config.threads)
     stop = threading.Event()
     save_on_signal(stop.set)
-    tokens = prepare_tokens(config, console if rank == 0 else Console(quiet=True))
+    data = prepare(config, quiet)
     with contextlib.ExitStack() as stack:
         device = choose_device(config.device, local_rank, no_event)
         host = own_address()
@@ -66,12 +67,17 @@ def run(config: Config, resume: str, console: Console) -> int:
         checkpoint = workers[0][2]
         try:
             around = Surroundings(emit, stop.is_set, local_rank)
-            stopped = train(config, tokens, group, Path(checkpoint) if checkpoint else None, around)
+            stopped = train(config, data, group, Path(checkpoint) if checkpoint else None, around)
         except JidokaHalt:
             return EXIT_HALTED
     if recorder and recorder.failure:
         raise recorder.failure
     return EXIT_STOPPED if stopped else 0
+
+
+def with_workers(config: RunSettings, workers: int) -> RunSettings:
+    """The configuration with as many workers as the launcher has started."""
+    return validate({**config.model_dump(), "workers": workers}, type(config))
 
 
 def _number(name: str) -> int:
@@ -103,10 +109,10 @@ def own_address() -> str:
     return address
 
 
-def _settings(config: Config, rendezvous: StoreRendezvous, host: str, stack: contextlib.ExitStack) -> Settings:
+def _settings(config: RunSettings, rendezvous: StoreRendezvous, host: str, stack: contextlib.ExitStack) -> Settings:
     """What the transport needs: keys from ANDON_TOKEN, and for a star a server at rank 0."""
     token = os.environ.pop(VARIABLE, "")
-    settings = Settings(config.group.timeout, config.group.wire, host)
+    settings = Settings(config.group.timeout, config.group.wire, host, config.group.server_address)
     transport = TRANSPORTS[config.group.transport]
     if not token:
         if not transport.needs_server:
@@ -119,7 +125,7 @@ def _settings(config: Config, rendezvous: StoreRendezvous, host: str, stack: con
     generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rank, size = rendezvous.rank, rendezvous.world_size
     keys = credentials.issue(rank, size, generation).sealed(token)
-    server = None
+    server = settings.server
     if transport.needs_server:
         mine = ("", 0)
         if rank == 0:

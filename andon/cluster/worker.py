@@ -11,18 +11,19 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from andon.cluster.kinds import libraries, open_data, read_config
 from andon.cluster.signals import save_on_signal
-from andon.config.schema import Config, DataConfig
+from andon.config.schema import RunSettings
 from andon.control.client import CoordinatorClient, log
 from andon.control.join import join
 from andon.control.link import Message
 from andon.control.token import token_of_worker
-from andon.data.build import find, open_sound, receive
-from andon.data.token_set import TokenSet
+from andon.data.build import Prepared, find, open_sound, receive
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.numerics import choose_kernels
 from andon.run.events import event
@@ -61,11 +62,11 @@ def work(address: tuple[str, int], access: Access) -> int:
     """Join the coordinator at an address and train as one rank of its run; gives the exit code."""
     job, client = join(address, access.token, access.rank, access.tls, access.patience, access.say)
     try:
-        config, tokens = _prepare(job, client, access)
+        config, data = _prepare(job, client, access)
         # What a worker that joins a run needs is built before the others wait for it.
-        session = _load(config, tokens, client, job) if job.get("joins") else None
+        session = _load(config, data, client, job) if job.get("joins") else None
         client.folder_mark = partial(read_mark, config.run.dir)
-        client.enter({"data": tokens.digest, "folder": client.folder_mark()})
+        client.enter({"data": data.digest, "folder": client.folder_mark()})
         who = f"Rank {client.rank} of {client.world_size}" if client.rank >= 0 else "Ready"
         access.say(f"{who}; waiting until all have joined")
         if not client.wait_for_generation():
@@ -80,20 +81,25 @@ def work(address: tuple[str, int], access: Access) -> int:
         client.close()
         raise
     access.say(f"Training with {', '.join(f'rank {rank} on {host}' for rank, host in enumerate(client.hosts))}")
-    code = _train_and_report(config, tokens, job, client, access, session)
+    code = _train_and_report(config, data, job, client, access, session)
     client.leave(code)
     return code
 
 
 def _train_and_report(
-    config: Config, tokens: TokenSet, job: Message, client: CoordinatorClient, access: Access, session: Session | None
+    config: RunSettings,
+    data: Prepared,
+    job: Message,
+    client: CoordinatorClient,
+    access: Access,
+    session: Session | None,
 ) -> int:
     """Train as one rank; whatever ends it is told to the coordinator and written to the log."""
     # A batch system, or a machine that shuts down, signals every process and not only the launcher.
     save_on_signal(client.stop.set)
     stopped = f"Rank {client.rank} on {socket.gethostname()} stopped"
     try:
-        session = session or _load(config, tokens, client, job)
+        session = session or _load(config, data, client, job)
         return _train(session, job, client, access)
     except UserError as error:
         client.fail(error.what, error.cause, error.remedy)
@@ -118,10 +124,10 @@ def _with_host(text: str, client: CoordinatorClient) -> str:
     return text
 
 
-def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[Config, TokenSet]:
+def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[RunSettings, Prepared]:
     """The configuration as it holds here, and the data with the digest that the job names."""
     try:
-        config = Config.model_validate(job["config"])
+        config = read_config(job["config"])
         names = {name: job[name] for name in ("tokens", "resume", "log")}
     except (KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]
@@ -129,35 +135,34 @@ def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[C
     if not isinstance(names["tokens"], str) or not isinstance(names["resume"], str | None):
         raise ProtocolError("the coordinator sent a job without paths")
     if access.folder is None:
-        return config, TokenSet.open(Path(job["tokens"]))
-    access.say(f"Joined: {config.model.preset}, {config.train.steps:,} steps")
+        return config, open_data(config, Path(job["tokens"]))
+    access.say(f"Joined: {config.model_name}, {config.train.steps:,} steps")
     from andon.cluster.bf16 import check_bf16
 
     config = in_own_folder(config, access.folder)
     check_bf16(config)
     cache, digest = config.data.cache, job["data"]
-    if tokens := find(cache, digest):
+    open_folder = partial(open_data, config)
+    if data := find(cache, digest, open_folder):
         access.say(f"Data {digest[:16]}…: from the cache")
-    elif tokens := open_sound(Path(job["tokens"]), digest):
+    elif data := open_sound(Path(job["tokens"]), digest, open_folder):
         access.say(f"Data {digest[:16]}…: from the coordinator's folder, which this machine sees")
     else:
         access.say(f"Data {digest[:16]}…: receiving it from the coordinator")
-        tokens = receive(cache, digest, client.fetch)
-    return config, tokens
+        data = receive(cache, digest, client.fetch, open_folder)
+    return config, data
 
 
-def in_own_folder(config: Config, folder: Path) -> Config:
+def in_own_folder(config: RunSettings, folder: Path) -> RunSettings:
     """The configuration with the cache of this user, and a run's folder that is the coordinator's only if it lies in
     the folder that this worker's user chose."""
     folder = folder.resolve()
     wanted = config.run.dir.resolve()
     place = wanted if wanted.is_relative_to(folder) else folder / "runs" / wanted.name
-    run = config.run.model_copy(update={"dir": place})
-    data = config.data.model_copy(update={"cache": DataConfig().cache})
-    return config.model_copy(update={"run": run, "data": data})
+    return config.with_own_cache().model_copy(update={"run": config.run.model_copy(update={"dir": place})})
 
 
-def _load(config: Config, tokens: TokenSet, client: CoordinatorClient, job: Message) -> Session:
+def _load(config: RunSettings, data: Prepared, client: CoordinatorClient, job: Message) -> Session:
     """A session; torch is loaded here and not before."""
     if warning := choose_kernels(config.numerics):
         log(f"rank {client.rank}: {warning}")
@@ -166,16 +171,20 @@ def _load(config: Config, tokens: TokenSet, client: CoordinatorClient, job: Mess
     with client.may_be_silent(IMPORT_SECONDS):
         from andon.cluster.session import Session, Surroundings, make_torch_deterministic
 
+        with contextlib.suppress(ImportError):  # whoever needs them says which are missing
+            for module in libraries(config):
+                import_module(module)
+
     def built(trainer: Trainer) -> None:
         times = trainer.model.phases
         client.compute_ms = lambda: times.last.get("forward", 0.0) + times.last.get("backward", 0.0)
 
     changes = (client.change.is_set, client.shrink.is_set)
     around = Surroundings(client.emit, client.stop.is_set, client.local_rank, built, *changes, client)
-    session = Session(config, tokens, around)
+    session = Session(config, data, around)
     if job.get("joins"):
         make_torch_deterministic(config.threads)
-        session.prepare(job.get("probe", {}))
+        session.prepare(job.get("probe", {}), job.get("frozen", ""))
     return session
 
 
@@ -194,7 +203,7 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
             config.group.timeout,
             config.group.wire,
             client.host,
-            _server(client),
+            config.group.server_address or _server(client),
             client.keys,
             access.tls,
             ControlStore(client, config.group.timeout),

@@ -11,18 +11,18 @@ from typing import Any
 
 from rich.console import Console
 
+from andon.cluster.kinds import prepare, samples_of
 from andon.commands.data import check_data
-from andon.config.load import load
-from andon.data.batches import Batches, checksum
+from andon.config.load import load_run
+from andon.data.batches import Windows, checksum
 from andon.errors import UserError
 from andon.run.ledger import FILE, check_record
-from andon.run.prepare import prepare_tokens
 
 
 class Audit:
     """The state of an audit: where the chain is, and what was counted."""
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, batches: Windows) -> None:
         self.batches = batches
         self.first = self.step = self.committed = self.undone = self.returns = 0
         self.generations = 0
@@ -66,12 +66,10 @@ class Audit:
 def audit(run: Path, console: Console) -> None:
     """Check the ledger of a run and say what it proves; an error names the first line that is wrong."""
     # The run may be another's: nothing is written where its configuration says.
-    config = load(run / "config.yaml").with_own_cache()
-    tokens = prepare_tokens(config, console)
-    check_data(run, tokens)
-    train = config.train
-    batches = Batches(tokens, config.seed, train.slots, train.micro_batch, train.context, config.data.validation)
-    found = Audit(batches)
+    config = load_run(run / "config.yaml").with_own_cache()
+    data = prepare(config, console)
+    check_data(run, data.digest)
+    found = Audit(samples_of(config, data))
     for number, fields in _lines(run / FILE):
         try:
             found.line(number, fields)
@@ -79,7 +77,7 @@ def audit(run: Path, console: Console) -> None:
             remedy = "Compare with the checkpoints: `andon checkpoint verify` tells which are good"
             raise UserError(f"{run / FILE} is wrong at line {number}", str(error), remedy) from None
     steps = found.step - found.first
-    samples = steps * train.slots * train.micro_batch
+    samples = steps * config.train.slots * config.train.micro_batch
     console.print(
         f"{steps:,} steps are committed, none missing and none twice, in {found.generations} generations; "
         f"each of their {samples:,} samples was used exactly once",

@@ -1,12 +1,12 @@
-"""`andon prepare` and `andon data show`: what a corpus holds, and the text of single windows."""
+"""`andon prepare` and `andon data show`: what a corpus holds, and the text of single windows or samples."""
 
 from pathlib import Path
 
 from rich.console import Console
 
-from andon.config.load import load
+from andon.config.finetune import FinetuneConfig
+from andon.config.load import load_run
 from andon.config.schema import Config
-from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.run.events import read
 from andon.run.prepare import prepare_tokens
@@ -20,14 +20,45 @@ def show_corpus(config: Config, console: Console) -> None:
     console.print(f"digest {tokens.digest[:16]}… in {tokens.folder}", soft_wrap=True, markup=False)
 
 
-def show_windows(run: Path, windows: list[int], console: Console) -> None:
-    """`andon data show`: print the text of a run's training windows."""
+def show(run: Path, windows: list[int], samples: list[str], console: Console) -> None:
+    """`andon data show`: print the text of a run's training windows, or of its samples."""
     # The run may be another's: nothing is written where its configuration says.
-    config = load(run / "config.yaml").with_own_cache()
+    config = load_run(run / "config.yaml").with_own_cache()
+    tuned = isinstance(config, FinetuneConfig)
+    if not (samples if tuned else windows) or (windows if tuned else samples):
+        kind, other = ("fine-tuning", "--samples a.jsonl:7,a.jsonl:8") if tuned else ("pretraining", "--windows 0,1,2")
+        raise UserError(f"{run} needs to be told what to show", f"It is a run of {kind}", f"Give {other}")
+    if isinstance(config, FinetuneConfig):
+        show_samples(run, config, samples, console)
+    elif isinstance(config, Config):
+        show_windows(run, config, windows, console)
+
+
+def show_samples(run: Path, config: FinetuneConfig, names: list[str], console: Console) -> None:
+    """Print samples as they were trained on, with their answers."""
+    from andon.finetune.base import Base
+    from andon.finetune.samples.tokenize import prepare_samples
+
+    base = Base(config.model)
+    samples = prepare_samples(config, base)
+    check_data(run, samples.digest)
+    for name in names:
+        number = samples.find(name)
+        if number is None:
+            files = ", ".join(samples.meta["files"])
+            raise UserError(f"There is no sample {name}", f"Samples are lines of {files}", "Give FILE:LINE")
+        text, answer = samples.texts(number, base.tokenizer)
+        console.print(f"{name} · {len(samples.tokens(number)):,} tokens", style="bold", markup=False)
+        console.print(text, markup=False)
+        console.print(f"→ {answer}", markup=False)
+
+
+def show_windows(run: Path, config: Config, windows: list[int], console: Console) -> None:
+    """Print the text of training windows."""
     tokens, context = prepare_tokens(config, console), config.train.context
-    check_data(run, tokens)
+    check_data(run, tokens.digest)
     tokenizer, last = tokens.tokenizer(), (tokens.token_count - 1) // context - 1
-    if not windows or not all(0 <= window <= last for window in windows):
+    if not all(0 <= window <= last for window in windows):
         raise UserError(f"There are no windows {windows}", f"They are numbered 0 to {last}", "Give --windows 0,1,2")
     for window in windows:
         text = tokenizer.decode(tokens.read(window * context, context + 1).tolist())
@@ -35,10 +66,10 @@ def show_windows(run: Path, windows: list[int], console: Console) -> None:
         console.print(text, markup=False)
 
 
-def check_data(run: Path, tokens: TokenSet) -> None:
+def check_data(run: Path, digest: str) -> None:
     """Refuse a run that was trained on other data."""
     trained_on = _data_of(run)
-    if trained_on and trained_on[-1] != tokens.digest:
+    if trained_on and trained_on[-1] != digest:
         raise other_data(run)
 
 

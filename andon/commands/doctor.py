@@ -17,7 +17,7 @@ from andon.numerics import has_avx2
 from andon.run.terminal import human_bytes
 from andon.version import VERSION
 
-PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic", "transformers", "pyarrow")
+PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic", "transformers", "peft", "pyarrow")
 
 
 def examine(as_json: bool, console: Console) -> None:

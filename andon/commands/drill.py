@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Column, Table
+
+from andon.transport.base import TRANSPORTS
 
 WORKERS = 3
 SMALL = (
@@ -44,15 +47,22 @@ def _halted(step: int, *names: str) -> Verdict:
     return stopped
 
 
-def _lost(rank: int) -> Verdict:
-    def went_on(code: int, halt: dict[str, Any], output: str) -> bool:
-        return code == 0 and f"Rank {rank} on " in output and "Going on with" in output
+def _went_on(rank: int) -> Verdict:
+    return lambda code, halt, output: code == 0 and f"Rank {rank} on " in output and "Going on with" in output
 
-    return went_on
+
+def _ended(rank: int) -> Verdict:
+    return lambda code, halt, output: code == 1 and f"rank {rank} " in output.lower()
+
+
+def _lost(rank: int, fault: str, goes_on: bool) -> Drill:
+    if goes_on:
+        return Drill(fault, f"the others go on without rank {rank}", _went_on(rank), "went on")
+    return Drill(fault, f"the others name rank {rank}", _ended(rank))
 
 
 PARAMETER = "model.layers.1.mlp.up_proj.weight"
-DRILLS = (
+HALTS = (
     Drill(f"nan:rank=1,step=3,parameter={PARAMETER}", "halt at 3, rank and parameter", _halted(3, PARAMETER)),
     Drill("inf:rank=2,step=2", "halt at 2, every parameter", _halted(2, "lm_head.weight", "Inf")),
     Drill("bitflip:rank=2,step=4,unit=lm_head", "halt at 4, unit and rank", _halted(4, "lm_head", "on rank 2")),
@@ -61,9 +71,15 @@ DRILLS = (
         "halt at 5, optimizer state",
         _halted(5, "second of model.layers.0", "on rank 0"),
     ),
-    Drill("die:rank=1,step=3,at=exchange", "the others go on without rank 1", _lost(1), "went on"),
-    Drill("stall:rank=2,step=3,at=backward,seconds=30", "the others go on without rank 2", _lost(2), "went on"),
 )
+LOSSES = ((1, "die:rank=1,step=3,at=exchange"), (2, "stall:rank=2,step=3,at=backward,seconds=30"))
+"""Ranks, and what is done to them."""
+
+
+def drills(transport: str) -> list[Drill]:
+    """All drills; over a transport whose members cannot change, the loss of a rank ends the run."""
+    goes_on = transport not in TRANSPORTS or TRANSPORTS[transport].goes_on
+    return [*HALTS, *(_lost(rank, fault, goes_on) for rank, fault in LOSSES)]
 
 
 def drill(transport: str, console: Console) -> int:
@@ -71,7 +87,7 @@ def drill(transport: str, console: Console) -> int:
     columns = [Column(heading, overflow="fold") for heading in ("fault", "must show", "seconds", "the run")]
     table = Table(*columns, title=f"{WORKERS} workers over {transport}")
     passed = True
-    for each in DRILLS:
+    for each in drills(transport):
         with console.status(f"{each.fault} …"):
             started = time.monotonic()
             good = _inject(each, transport)
@@ -83,9 +99,9 @@ def drill(transport: str, console: Console) -> int:
 
 
 def _inject(each: Drill, transport: str) -> bool:
-    with tempfile.TemporaryDirectory(prefix="andon-drill-") as folder:
+    with tempfile.TemporaryDirectory(prefix="andon-drill-") as folder, _gradient_server(transport, folder) as server:
         run = Path(folder) / "run"
-        options = [f"--run.dir={run}", f"--group.transport={transport}", f"--fault={each.fault}"]
+        options = [f"--run.dir={run}", f"--group.transport={transport}", f"--fault={each.fault}", *server]
         if "buffer=" in each.fault:
             options.append("--zero.policy=off")  # so that every rank has the whole optimizer state
         command = [sys.executable, "-m", "andon", "train", *SMALL, *options]
@@ -93,3 +109,19 @@ def _inject(each: Drill, transport: str) -> bool:
         file = run / "halt.json"
         halt = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return each.passed(done.returncode, halt, done.stdout + done.stderr)
+
+
+@contextmanager
+def _gradient_server(transport: str, folder: str) -> Iterator[list[str]]:
+    """A server for workers that join one; the option that names it."""
+    if transport not in TRANSPORTS or not TRANSPORTS[transport].joins_server:
+        yield []
+        return
+    options = ["--bind=127.0.0.1:0", f"--workers={WORKERS}", f"--run.dir={folder}/server"]
+    command = [sys.executable, "-m", "andon", "gradient-server", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout
+        try:
+            yield [f"--group.server={process.stdout.readline().split()[2]}"]
+        finally:
+            process.kill()

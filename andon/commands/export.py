@@ -18,8 +18,8 @@ from rich.console import Console
 from andon.errors import UserError
 from andon.run.events import Event, read
 
-TRAIN = {"loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/lr", "tokens_per_s": "train/tokens_per_s"}
-EVAL = {"loss": "val/loss", "bits_per_byte": "val/bits_per_byte", "valid_share": "val/valid_share"}
+TRAIN = {name: f"train/{name}" for name in ("loss", "accuracy", "grad_norm", "lr", "tokens_per_s")}
+EVAL = {name: f"val/{name}" for name in ("loss", "accuracy", "bits_per_byte", "valid_share")}
 
 
 @dataclass
@@ -112,13 +112,13 @@ def to_wandb(folder: Path, output: Path | None, online: bool = False) -> Path:
         import wandb
     except ImportError:
         raise _missing("wandb") from None
-    from andon.config.load import load
+    from andon.config.load import load_run
 
     found = rows(folder)
     output = output or folder
     config: dict[str, Any] = {}
     with suppress(UserError):
-        config = load(folder / "config.yaml").model_dump(mode="json", exclude={"run", "data"})
+        config = load_run(folder / "config.yaml").model_dump(mode="json", exclude={"run", "data"})
     settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
     mode: Any = "online" if online else "offline"
     with wandb.init(

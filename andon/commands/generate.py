@@ -12,26 +12,31 @@ from rich.console import Console
 from andon.checkpoint.manifest import verify_named
 from andon.checkpoint.store import load_state
 from andon.commands.data import other_data
-from andon.config.load import build
+from andon.config.load import build, is_finetuning
 from andon.config.schema import Config
 from andon.data import stories
 from andon.data.token_set import TokenSet
 from andon.data.tokenizer import Tokenizer
 from andon.errors import UserError, harmless
+from andon.finetune import generate as tuned
+from andon.finetune.generate import is_for_transformers
 from andon.model.generate import sample
 from andon.model.hub import load_model
 from andon.model.llama import Llama
 from andon.run import evaluate as evaluation
-from andon.run.build import build_batches
 from andon.run.folder import DamagedCheckpoint, newest_good
-from andon.run.prepare import prepare_tokens
+from andon.run.prepare import build_batches, prepare_tokens
 from andon.transport.local import LocalGroup
 
 
 def generate(folder: Path, prompt: str, *, count: int, length: int, temperature: float, seed: int) -> None:
     """Print texts that continue a prompt."""
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    folder = checkpoint_of(folder)
+    folder = checkpoint_of(tuned.result_of(folder))
+    if is_for_transformers(folder):
+        for text in tuned.generate(folder, prompt, count=count, length=length, temperature=temperature, seed=seed):
+            _print(text)
+        return
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     start = [tokenizer.end, *tokenizer.encode(prompt)]
     context = model.shape.context
@@ -39,8 +44,11 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
         cause = f"The model's context is {context:,}"
         raise UserError(f"The prompt has {len(start):,} tokens", cause, "Give a shorter prompt")
     for row in sample(model, [start] * count, tokenizer.end, length or context - len(start), temperature, seed):
-        text = prompt + tokenizer.decode(row)
-        print(harmless(text) if sys.stdout.isatty() else text, flush=True)
+        _print(prompt + tokenizer.decode(row))
+
+
+def _print(text: str) -> None:
+    print(harmless(text) if sys.stdout.isatty() else text, flush=True)
 
 
 def checkpoint_of(folder: Path) -> Path:
@@ -64,6 +72,9 @@ def evaluate(folder: Path, windows: int, as_json: bool, console: Console) -> Non
     if not isinstance(state.get("config"), dict):
         cause = "Its state.json has no configuration: a script saved it"
         raise UserError(f"{folder} is not a checkpoint of `andon train`", cause, "Evaluate it in the script")
+    if is_finetuning(state["config"]):
+        cause = "It is a checkpoint of `andon finetune`, whose accuracy is in metrics.jsonl and summary.json"
+        raise UserError(f"{folder} is not a checkpoint of `andon train`", cause, "Look at the run's summary.json")
     # The checkpoint may be another's: nothing is written where its configuration says.
     config = build(state["config"], {}).with_own_cache()
     model, tokens = load_model(folder), prepare_tokens(config, console)

@@ -8,28 +8,29 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from andon.bench.numerics import cost
-from andon.config.schema import Config
+from andon.cluster import kinds
+from andon.config.schema import RunSettings
 from andon.numerics import has_avx2
-from andon.run.outlook import show_plan
-from andon.run.plan import Plan, changes, cost_of_a_loss, make_plan
+from andon.run.plan import Plan, changes, cost_of_a_loss
 from andon.run.terminal import human_bytes
 
 
-def main(config: Config, as_json: bool, console: Console) -> None:
+def main(config: RunSettings, as_json: bool, console: Console) -> None:
     """`andon plan`: the plan, then what each setting would change."""
-    config = config.on_this_machine()
-    plan, others = make_plan(config), changes(config)
+    config = kinds.settle(config.on_this_machine(), Console(quiet=True) if as_json else console)
+    make = kinds.planner(config)
+    plan, others = make(config), changes(config, make)
     if as_json:
         now = {
             "workers": config.workers,
             "transport": config.group.transport,
             **plan.to_json(),
-            "a_loss": cost_of_a_loss(config),
+            "a_loss": cost_of_a_loss(config, make),
         }
         rows = [{"keys": keys, **other.to_json()} for keys, other in others]
         print(json.dumps({**now, "changes": rows}))
         return
-    show_plan(console, config)
+    kinds.show_plan(console, config)
     figures = [Column(name, justify="right") for name in ("memory a worker", "all workers", "sent a step and rank")]
     table = Table("setting", *figures, title="What other settings would change", title_justify="left")
     table.add_row("as it is", *_figures(plan, config.workers), style="bold")
@@ -51,7 +52,7 @@ def _figures(plan: Plan, workers: int) -> tuple[str, str, str]:
     return human_bytes(memory.total), human_bytes(memory.of_all(workers)), sent
 
 
-def _options(config: Config, keys: dict[str, Any]) -> str:
+def _options(config: RunSettings, keys: dict[str, Any]) -> str:
     """The options that differ from the configuration."""
     new = [(key, value) for key, value in keys.items() if attrgetter(key)(config) != value]
     return " ".join(f"--{key} {value}" for key, value in new)

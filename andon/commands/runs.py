@@ -137,7 +137,8 @@ def plot(run: Path, output: Path | None, key: str, console: Console) -> None:
     known = [math.isfinite(value) for value in values.tolist()]
     if not any(known):
         raise UserError(f"{run} has no {key} yet", "No step has one", "Wait for the first step")
-    evals = [(each[0], each[1]) for each in history.story.evals if key == "loss" and each[1] == each[1]]
+    place = {"loss": 1, "accuracy": 4}.get(key)
+    evals = [(each[0], each[place]) for each in history.story.evals if place and each[place] == each[place]]
     title = f"{plain(run.name or str(run))} · {key}"
     if output is None:
         draw_text(console, title, steps[known], values[known])

@@ -1,8 +1,8 @@
 """`andon launch`: what SLURM and Kubernetes need to run a configuration, and to go on with it after a failure.
 
-Both start a coordinator and one worker per task or pod. When a worker is lost all of them end with an exit code that is
-not 0; then they are started again and resume from the newest checkpoint. A run that is done (0), that cannot work (2)
-or whose cord was pulled (3) is not repeated.
+Both start a coordinator and one worker per task or pod. A worker that is lost is started again, and joins the others,
+who have gone on. A run that has ended with its coordinator is started again as a whole, and resumes from the newest
+checkpoint, unless it is done (0), cannot work (2) or its cord was pulled (3).
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from andon.config.schema import Config
+from andon.config.schema import RunSettings
 from andon.files import expand
 
 ATTEMPTS: Final = 20
@@ -39,14 +39,23 @@ stop() {{ stopping=$1; [ -n "$coordinator" ] && kill -TERM "$coordinator" 2>/dev
 trap 'stop requeue' USR1
 trap 'stop cancelled' TERM
 
+# A task: a worker that is lost is started again, and joins the others.
+task='trap "exit 143" TERM
+for try in $(seq {attempts}); do
+    andon worker "$0" --folder "$1" --token-file "$2"; code=$?
+    case $code in 0|2|3|4) exit "$code" ;; esac
+    sleep 3
+done
+exit "$code"'
+
 for attempt in $(seq {attempts}); do
     andon coordinator {arguments} --bind "[::]:$port" &
     coordinator=$!
-    srun --kill-on-bad-exit=0 andon worker "$(hostname):$port" --folder {parent} --token-file {folder}/token &
+    srun --kill-on-bad-exit=0 bash -c "$task" "$(hostname):$port" {parent} {folder}/token &
     workers=$!
     wait "$coordinator"; code=$?
     while kill -0 "$coordinator" 2>/dev/null; do wait "$coordinator"; code=$?; done
-    [ "$code" -eq 0 ] || sleep 3
+    for second in $(seq 10); do kill -0 "$workers" 2>/dev/null || break; sleep 1; done  # they end by themselves
     kill "$workers" 2>/dev/null; wait "$workers" 2>/dev/null
     case $code in
         0|2|3) exit "$code" ;;
@@ -61,7 +70,7 @@ exit 1
 """
 
 
-def slurm_script(config: Config, arguments: Sequence[str]) -> str:
+def slurm_script(config: RunSettings, arguments: Sequence[str]) -> str:
     """A job script: the batch step runs the coordinator, each task of one `srun` a worker."""
     folder = expand(config.run.dir).resolve()
     return SLURM.format(
@@ -77,7 +86,7 @@ def slurm_script(config: Config, arguments: Sequence[str]) -> str:
     )
 
 
-def kubernetes_manifest(config: Config, image: str, claim: str) -> str:
+def kubernetes_manifest(config: RunSettings, image: str, claim: str) -> str:
     """A service, and two jobs: the coordinator and the workers. They share a volume with the run's folder."""
     name = run_name(config)
     run = config.run.model_copy(update={"dir": f"/runs/{name}"})
@@ -104,7 +113,7 @@ def kubernetes_manifest(config: Config, image: str, claim: str) -> str:
     return head + "---\n".join(yaml.safe_dump(each, sort_keys=False) for each in objects)
 
 
-def _job(config: Config, name: str, image: str, claim: str, role: str) -> dict[str, Any]:
+def _job(config: RunSettings, name: str, image: str, claim: str, role: str) -> dict[str, Any]:
     count = config.workers if role == "worker" else 1
     coordinator = ["andon", "coordinator", "/config/config.yaml", "--bind", f"0.0.0.0:{PORT}"]
     worker = ["andon", "worker", f"{name}:{PORT}", "--folder", "/runs"]
@@ -140,7 +149,7 @@ def _job(config: Config, name: str, image: str, claim: str, role: str) -> dict[s
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-{role}"}, "spec": spec}
 
 
-def run_name(config: Config) -> str:
+def run_name(config: RunSettings) -> str:
     """The name of the run's folder, as schedulers take names."""
     name = re.sub("[^a-z0-9-]+", "-", config.run.dir.name.lower())[:40].strip("-")
     return name if name[:1].isalpha() else f"run-{name}".rstrip("-")

@@ -6,63 +6,95 @@ An error names the key, the value and what is allowed.
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from andon.config.finetune import FinetuneConfig
 from andon.config.presets import with_preset
-from andon.config.schema import Config
+from andon.config.schema import Config, RunSettings
 from andon.errors import UserError, shown
+
+LISTS = ("data.corpus", "data.files", "lora.targets")
+"""Keys whose values are separated by commas."""
+C = TypeVar("C", bound=RunSettings)
 
 
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a YAML file and overrides with dotted keys, on top of the presets."""
-    return build(_read_yaml(path) if path else {}, overrides or {})
+    return build(read_yaml(path) if path else {}, overrides or {})
+
+
+def load_run(path: Path) -> RunSettings:
+    """The configuration of a run of either kind, from its config.yaml."""
+    values = read_yaml(path)
+    return validate(values, FinetuneConfig) if is_finetuning(values) else build(values, {})
+
+
+def is_finetuning(values: Mapping[str, Any]) -> bool:
+    """Whether a configuration is one of `andon finetune`."""
+    return "lora" in values
 
 
 def build(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """A configuration from nested values and dotted overrides."""
+    """A configuration of `andon train` from nested values and dotted overrides, on top of the presets."""
+    return validate(with_preset(merge(values, overrides, Config)), Config)
+
+
+def merge(values: Mapping[str, Any], overrides: Mapping[str, Any], schema: type[RunSettings]) -> dict[str, Any]:
+    """Nested values with dotted overrides."""
     nested: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for key, value in overrides.items():
-        check_key(key)
+        check_key(key, schema)
         section, _, name = key.rpartition(".")
         target = nested.setdefault(section, {}) if section else nested
         if not isinstance(target, dict):
             what = f"{section} = {shown(target)} is not a section"
             raise UserError(what, f"{key} was given too", "Remove one of them")
         target[name] = value
+    return nested
+
+
+def validate(nested: Mapping[str, Any], schema: type[C]) -> C:
+    """The configuration that nested values describe; an error names the key."""
     try:
-        return Config.model_validate(with_preset(nested))
+        return schema.model_validate(nested)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, schema) from None
 
 
-def keys() -> dict[str, str]:
+def keys(schema: type[RunSettings] = Config) -> dict[str, str]:
     """Every key with its help text."""
 
     def walk(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-        for name, field in section.model_fields.items():
+        for attribute, field in section.model_fields.items():
+            name = field.alias or attribute
             if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
                 yield from walk(field.annotation, f"{prefix}{name}.")
             else:
                 yield f"{prefix}{name}", field.description or ""
 
-    return dict(walk(Config, ""))
+    return dict(walk(schema, ""))
 
 
-def check_key(key: str) -> None:
+def check_key(key: str, schema: type[RunSettings] = Config) -> None:
     """Raise an error for a key that does not exist, with the most similar keys."""
-    known = keys()
+    known = keys(schema)
     if key in known:
         return
     same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = (same_name or difflib.get_close_matches(key, known, n=3, cutoff=0.5))[:3]
     hint = f"Did you mean {' or '.join(near)}?" if near else "No key has a similar name"
-    raise UserError(f"There is no configuration key '{key}'", hint, "`andon config show` lists all keys")
+    raise UserError(f"There is no configuration key '{key}'", hint, f"{show_command(schema)} lists all keys")
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def show_command(schema: type[RunSettings]) -> str:
+    """The command that prints all keys of a kind of configuration."""
+    return "`andon config show`" if schema is Config else "`andon config show --finetune`"
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -84,29 +116,29 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _explain(error: ValidationError) -> UserError:
+def _explain(error: ValidationError, schema: type[RunSettings]) -> UserError:
     """Pydantic's first error as key, value and what is allowed."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
         try:
-            check_key(key)
+            check_key(key, schema)
         except UserError as unknown:
             return unknown
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
     if not key or first["type"] == "value_error":
-        remedy = "Change one of the values: `andon config show` prints them"
+        remedy = f"Change one of the values: {show_command(schema)} prints them"
         return UserError(f"{message}{more}", f"The configuration is not valid{' at ' + key if key else ''}", remedy)
-    return UserError(f"{key} = {shown(first['input'])} is not valid{more}", message, _help_for(key))
+    return UserError(f"{key} = {shown(first['input'])} is not valid{more}", message, _help_for(key, schema))
 
 
-def _help_for(key: str) -> str:
-    text = keys().get(key, "")
-    return f"{key}: {text}" if text else "`andon config show` lists all keys"
+def _help_for(key: str, schema: type[RunSettings]) -> str:
+    text = keys(schema).get(key, "")
+    return f"{key}: {text}" if text else f"{show_command(schema)} lists all keys"
 
 
-def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def parse_arguments(arguments: Sequence[str], schema: type[RunSettings] = Config) -> tuple[list[str], dict[str, Any]]:
     """Split a command line into positional arguments and overrides (`--key value`, `--key=value`)."""
     positional: list[str] = []
     overrides: dict[str, Any] = {}
@@ -118,15 +150,15 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]
             continue
         key, equals, value = argument[2:].partition("=")
         key = {"compile": "train.compile"}.get(key, key)
-        check_key(key)
+        check_key(key, schema)
         if key == "train.compile" and not equals and (not rest or rest[0].lower() not in ("true", "false")):
             value = "true"
         elif not equals:
             if not rest or rest[0].startswith("--"):
-                raise UserError(f"--{key} needs a value", _help_for(key), f"Write --{key}=VALUE")
+                raise UserError(f"--{key} needs a value", _help_for(key, schema), f"Write --{key}=VALUE")
             value = rest.pop(0)
         if key == "fault":
             overrides.setdefault(key, []).append(value)
         else:
-            overrides[key] = value.split(",") if key == "data.corpus" else value
+            overrides[key] = value.split(",") if key in LISTS else value
     return positional, overrides

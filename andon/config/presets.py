@@ -1,9 +1,11 @@
 """Presets: what `model.preset` means: a shape (`andon.model.shape`) and defaults that train it well."""
 
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from andon.config.schema import ModelConfig, Preset
 from andon.errors import UserError, shown
+from andon.files import expand
+from andon.model.hub_config import read_shape
 from andon.model.shape import SHAPES
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -20,6 +22,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+CONTINUED: Final = {"train": {"micro_batch": 4}, "optim": {"lr": 1e-4, "warmup": 100}}
+"""Defaults where weights were trained before."""
+LONGEST_CONTEXT: Final = 1024
+"""What such a model is trained with, unless told otherwise: many can read far more."""
+
+
 def with_preset(nested: dict[str, Any]) -> dict[str, Any]:
     """Nested values with those of their preset where a key is not given."""
     model = nested.get("model", {})
@@ -27,13 +35,19 @@ def with_preset(nested: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(preset, str) or preset not in SHAPES:
         allowed = ", ".join(get_args(Preset))
         raise UserError(f"model.preset = {shown(preset)} is not a preset", f"Presets: {allowed}", "Choose one of these")
-    shape = SHAPES[preset]
-    defaults = {
-        "model": {name: getattr(shape, name) for name in ModelConfig.model_fields if name != "preset"},
-        "train": {"context": shape.context},
-    }
+    shape, own = SHAPES[preset], DEFAULTS[preset]
+    sizes = [name for name in ModelConfig.model_fields if name not in ("preset", "source")]
+    defaults: dict[str, Any] = {"train": {"context": shape.context}}
     result = dict(nested)
-    for source in (DEFAULTS[preset], defaults):
+    if isinstance(model, dict) and isinstance(model.get("from"), str) and model["from"]:
+        folder = expand(model["from"]).absolute()
+        result["model"] = {**model, "from": str(folder)}
+        if not model.keys() >= set(sizes):  # what a run has resolved does not need the folder any more
+            shape = read_shape(folder)
+            own = CONTINUED if "preset" not in model else own
+            defaults = {"train": {"context": min(shape.context, LONGEST_CONTEXT)}, "data": {"tokenizer": str(folder)}}
+    defaults["model"] = {name: getattr(shape, name) for name in sizes}
+    for source in (own, defaults):
         for section, values in source.items():
             given = result.get(section, {})
             if isinstance(given, dict):

@@ -13,9 +13,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 from pydantic import model_validator as validator
 
+from andon.errors import UserError
 from andon.integrity.faults import parse as parse_fault
 from andon.model.shape import LARGEST, SHAPES, Shape
 from andon.numerics import Numerics
+from andon.transport.address import parse_address
 from andon.transport.base import TRANSPORTS, fastest_here
 
 Preset = Literal["tiny", "30m", "124m", "350m", "1b"]
@@ -31,7 +33,12 @@ class Section(BaseModel):
     """A frozen section: unknown keys are errors, and each field's docstring is its help text."""
 
     model_config = ConfigDict(
-        extra="forbid", validate_default=True, use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        frozen=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
     )
 
     @field_validator("*", mode="before")
@@ -55,6 +62,8 @@ class Section(BaseModel):
 class ModelConfig(Section):
     preset: Preset = "tiny"
     """The named shape that the other keys default to."""
+    source: str = Field("", alias="from")
+    """Folder of a Llama model to go on from: its weights, sizes and tokenizer."""
     vocab: int = Field(gt=0, le=LARGEST["vocab"])
     """Rows of the embedding; the tokenizer may use fewer."""
     hidden: int = Field(gt=0, le=LARGEST["hidden"])
@@ -69,25 +78,39 @@ class ModelConfig(Section):
     """Width of the SwiGLU."""
     tied: bool = False
     """Share the embedding with the LM head."""
+    rope_theta: float = Field(10_000.0, gt=0, lt=1e30)
+    """Base of the rotary positions."""
+    norm_eps: float = Field(1e-5, gt=0, lt=1)
+    """Epsilon of the norms."""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The keys that a shape has."""
+        return self.model_dump(exclude={"preset", "source"})
 
     @validator(mode="after")
     def _divides(self) -> Self:
-        if problem := Shape(context=1, **self.model_dump(exclude={"preset"})).problem():
+        if problem := Shape(context=1, **self.sizes).problem():
             raise ValueError(problem)
         return self
 
 
-class DataConfig(Section):
+class DataBase(Section):
+    """Keys that every kind of data has."""
+
+    validation: float = Field(0.02, ge=0, lt=0.5)
+    """Fraction of the windows held out for validation."""
+    cache: Path = Field(default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "andon")
+    """Folder of tokenized corpora."""
+
+
+class DataConfig(DataBase):
     corpus: tuple[Annotated[str, Field(min_length=1)], ...] = Field(("stories",), min_length=1)
     """`stories` (built in), or files, folders and globs of .txt, .md, .jsonl, .json and .parquet, also .gz."""
     stories: int = Field(20_000, gt=0, le=10**9)
     """Number of built-in stories to train on."""
     tokenizer: str = "bpe"
     """`bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json."""
-    validation: float = Field(0.02, ge=0, lt=0.5)
-    """Fraction of the windows held out for validation."""
-    cache: Path = Field(default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "andon")
-    """Folder of tokenized corpora."""
 
     @validator(mode="before")
     @classmethod
@@ -97,7 +120,9 @@ class DataConfig(Section):
         return values
 
 
-class TrainConfig(Section):
+class TrainBase(Section):
+    """Keys that every kind of training has."""
+
     steps: int = Field(1_000, gt=0, le=10**12)
     """Optimizer steps of the whole run."""
     slots: int = Field(8, gt=0, le=MOST_SLOTS)
@@ -108,6 +133,9 @@ class TrainConfig(Section):
     """Tokens per window."""
     precision: Literal["auto", "f32", "bf16"] = "auto"
     """Compute in bf16, or in f32; `auto` is bf16 on CUDA devices."""
+
+
+class TrainConfig(TrainBase):
     weights: Literal["f32", "bf16"] = "f32"
     """Format of the model's weights; with bf16, AdamW keeps an f32 master of the weights that a rank owns."""
     compile: bool | None = None
@@ -137,9 +165,14 @@ class OptimConfig(Section):
     """Largest global gradient norm; 0 switches clipping off."""
 
 
-class EvalConfig(Section):
+class EvalBase(Section):
+    """Keys that every kind of validation has."""
+
     every: NonNegativeInt = 100
     """Steps between validations; 0: only after the last step."""
+
+
+class EvalConfig(EvalBase):
     windows: int = Field(64, gt=0, le=10**9)
     """Number of held-out windows to validate on."""
     sample_every: float = Field(30.0, ge=0)
@@ -155,10 +188,33 @@ class GroupConfig(Section):
     """How gradients are exchanged; `auto` takes the fastest that is available."""
     wire: Literal["f32", "bf16"] = "f32"
     """Format of gradients on the wire."""
+    server: str = ""
+    """HOST:PORT of the gradient server that the workers join, for `protocol2`."""
     timeout: Seconds = 60.0
     """Seconds without progress after which a peer counts as stalled."""
     mixed: bool = False
     """Let machines that compute other bits train together: each weight is then updated by one of them only."""
+
+    @property
+    def server_address(self) -> tuple[str, int] | None:
+        """The gradient server's host and port, if the workers join one."""
+        host, port = parse_address(self.server) if self.server else ("", None)
+        return (host, port) if port is not None else None
+
+    @validator(mode="after")
+    def _names_its_server(self) -> Self:
+        try:
+            complete = not self.server or self.server_address is not None
+        except UserError:
+            complete = False
+        if not complete:
+            raise ValueError(f"group.server = {self.server!r} is not HOST:PORT")
+        known = TRANSPORTS.get(self.transport)
+        if known and known.joins_server and not self.server:
+            raise ValueError(f"group.transport {self.transport} needs group.server, the HOST:PORT of a gradient server")
+        if self.server and not (known and known.joins_server):
+            raise ValueError(f"group.server is for group.transport protocol2, not {self.transport}")
+        return self
 
 
 class ZeroConfig(Section):
@@ -197,8 +253,8 @@ class RunConfig(Section):
     """Show the run on a page of this machine while it lasts, if it was started on a terminal."""
 
 
-class Config(Section):
-    """Everything that determines a run."""
+class RunSettings(Section):
+    """What every kind of run is told: how long it trains, who computes, how they exchange, what is kept."""
 
     seed: int = Field(1, ge=0, lt=2**32)
     """Seed of weights, data order and samples."""
@@ -224,11 +280,11 @@ class Config(Section):
     """Number of skipped steps in a row that halt the run."""
     fault: tuple[str, ...] = ()
     """Faults to inject, for drills: nan:rank=1,step=7 (see `andon drill --help`)."""
-    model: ModelConfig
-    data: DataConfig = Field(default_factory=DataConfig)
-    train: TrainConfig
+    model: Section | str
+    data: DataBase
+    train: TrainBase
     optim: OptimConfig = Field(default_factory=OptimConfig)
-    eval: EvalConfig = Field(default_factory=EvalConfig)
+    eval: EvalBase
     group: GroupConfig = Field(default_factory=GroupConfig)
     zero: ZeroConfig = Field(default_factory=ZeroConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -248,16 +304,6 @@ class Config(Section):
             )
         return self
 
-    @property
-    def shape(self) -> Shape:
-        """The model's shape."""
-        sizes = self.model.model_dump(exclude={"preset"})
-        return replace(SHAPES[self.model.preset], context=self.train.context, **sizes)
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.train.slots * self.train.micro_batch * self.train.context
-
     def with_transport(self, auto: str) -> Self:
         """The configuration with every `auto` resolved, except that of the device."""
         transport = auto if self.group.transport == "auto" else self.group.transport
@@ -267,22 +313,50 @@ class Config(Section):
 
     def with_own_cache(self) -> Self:
         """The configuration of another user or machine, with the cache of this one."""
-        return self.model_copy(update={"data": self.data.model_copy(update={"cache": DataConfig().cache})})
+        return self.model_copy(update={"data": self.data.model_copy(update={"cache": DataBase().cache})})
 
     def on_this_machine(self) -> Self:
         """The configuration with `auto` resolved for workers that all run on this machine."""
         return self.with_transport(fastest_here(self.workers))
 
     @property
+    def model_name(self) -> str:
+        """What is trained: a preset, or the folder of a model."""
+        return str(self.model)
+
+    @property
     def determinism_key(self) -> str:
         """What the final weights depend on besides the data: equal keys and data give equal bits."""
-        keys = dict.fromkeys(("seed", "model", "train", "optim", "on_nonfinite", "max_skips"), True)
+        keys = dict.fromkeys(("seed", "model", "train", "optim", "lora", "on_nonfinite", "max_skips"), True)
         return self.model_dump_json(include={**keys, "data": {"validation"}})
 
     def to_yaml(self) -> str:
         """The configuration as YAML, which `andon.config.load` reads back."""
         text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
         return text
+
+
+class Config(RunSettings):
+    """Everything that determines a run of `andon train`."""
+
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+
+    @property
+    def model_name(self) -> str:
+        """The preset, or the folder to go on from."""
+        return self.model.source or self.model.preset
+
+    @property
+    def shape(self) -> Shape:
+        """The model's shape."""
+        return replace(SHAPES[self.model.preset], context=self.train.context, **self.model.sizes)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.slots * self.train.micro_batch * self.train.context
 
 
 def _is_unicode(text: str) -> bool:

@@ -9,24 +9,26 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
+from andon.config.finetune import FinetuneConfig, SamplesConfig
 from andon.config.load import keys, load
 from andon.config.presets import DEFAULTS
-from andon.config.schema import Config
+from andon.config.schema import RunSettings
 
 HELP_COLUMN = 36
+TABLE = ("", "| key | default | |", "|---|---|---|")
 INTRODUCTION = """Every key can stand in a YAML file (`andon config show` prints one) or on the command line as
 `--key value`. Defaults are those of the preset `tiny`; `andon config presets` lists the others. Generated from the
 schema."""
 
 
-def annotated(config: Config) -> str:
+def annotated(config: RunSettings) -> str:
     """The configuration as YAML, with the help of each key as a comment."""
     return "\n".join(_lines(config, config.model_dump(mode="json"), "")) + "\n"
 
 
 def _lines(section: BaseModel, values: dict[str, Any], indent: str) -> Iterator[str]:
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
+    for attribute, field in type(section).model_fields.items():
+        name, value = field.alias or attribute, getattr(section, attribute)
         if isinstance(value, BaseModel):
             yield f"{indent}{name}:"
             yield from _lines(value, values[name], f"{indent}  ")
@@ -39,18 +41,35 @@ def _lines(section: BaseModel, values: dict[str, Any], indent: str) -> Iterator[
 def reference() -> str:
     """Every key as a page of the documentation, in Markdown."""
     lines = ["# Configuration", "", INTRODUCTION]
-    config, last = load(None), None
-    for key, text in keys().items():
+    rows, last = _rows(load(None)), None
+    for key, row in rows.items():
         section = key.rpartition(".")[0]
         if section != last:
-            lines += ["", f"## {section or 'The run as a whole'}", "", "| key | default | |", "|---|---|---|"]
+            lines += ["", f"## {section or 'The run as a whole'}", *TABLE]
             last = section
+        lines.append(row)
+    tuning = _rows(FinetuneConfig(model="MODEL", data=SamplesConfig(files=("DATA",))))
+    lines += [
+        "",
+        "## Fine-tuning",
+        "",
+        "Keys that only `andon finetune` has, or that have another default there.",
+        *TABLE,
+    ]
+    lines += [row for key, row in tuning.items() if row != rows.get(key)]
+    return "\n".join([*lines, ""])
+
+
+def _rows(config: RunSettings) -> dict[str, str]:
+    """A row of a table for every key."""
+    found = {}
+    for key, text in keys(type(config)).items():
         value = config.model_dump(mode="json")
         for part in key.split("."):
             value = value[part]
         cell = " ".join(text.split()).replace("|", "\\|")
-        lines.append(f"| `{key}` | `{json.dumps(value)}` | {cell} |")
-    return "\n".join([*lines, ""])
+        found[key] = f"| `{key}` | `{json.dumps(value)}` | {cell} |"
+    return found
 
 
 def _short(value: Any) -> str:

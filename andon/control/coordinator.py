@@ -252,8 +252,21 @@ class Coordinator:
         worker.introduce(again)
         self._heard_of.add(worker.pid)
         worker.sees_folder = again["folder"] == self.job["folder_mark"]
-        if again["version"] != VERSION or not self.succession.come_back(worker, again["generation"], again["member"]):
-            self._refuse(worker, f"the run has gone on without generation {again['generation']}")
+        generation = again["generation"]
+        if known := self.succession.member_in(worker, generation):
+            self._take_link(known, worker.link, generation)
+        elif again["version"] != VERSION or not self.succession.come_back(worker, generation, again["member"]):
+            self._refuse(worker, f"the run has gone on without generation {generation}")
+
+    def _take_link(self, member: Worker, link: ControlLink, generation: int) -> None:
+        """A member has connected again before its old link was found dead."""
+        old, member.link = member.link, link
+        del self._workers[old]
+        self._workers[link] = member
+        self._loop.drop(old)
+        self.succession.say_again(member, generation)
+        if self._stopping:
+            link.queue("stop")
 
     @property
     def _why_full(self) -> str:
@@ -307,7 +320,7 @@ class Coordinator:
         self.note(f"a worker on {worker.host} was refused: {reason}")
         worker.link.queue("refused", reason=reason)
         del self._workers[worker.link]
-        self._loop.drop(worker.link)
+        self._loop.dismiss(worker.link)
 
     def _serve(self, worker: Worker, message: Message) -> None:
         match message["kind"]:
@@ -340,6 +353,8 @@ class Coordinator:
                     if message["code"] not in (0, EXIT_HALTED, EXIT_STOPPED):
                         self._failed = self._failed or (worker, time.monotonic())
                     self._leave(worker, message["code"])
+                else:
+                    self.succession.generations.lose(worker)
 
     def _emit_once(self, event: Event) -> None:
         """Each generation tells that the run has started, and does again a step that was not committed."""
@@ -350,7 +365,7 @@ class Coordinator:
         elif event["event"] == "start":
             if "probe" in self.job:
                 return
-            self.job = {**self.job, "probe": event["probe"]}
+            self.job = {**self.job, "probe": event["probe"], "frozen": event.get("frozen", "")}
         self._emit(event)
 
     def _leave(self, worker: Worker, code: int) -> None:

@@ -16,7 +16,10 @@ from andon.control.link import CHUNK, FILE_TAG, LONGEST, ControlLink, Message
 from andon.errors import UserError
 from andon.transport.base import ProtocolError
 
-NAME: Final = re.compile(r"meta\.json|tokenizer(_config)?\.json|tokens-\d{5}\.bin")
+NAME: Final = re.compile(
+    r"meta\.json|tokenizer(_config)?\.json|tokens-\d{5}\.bin|samples-(ids|targets|starts|places)\.npy"
+)
+"""The files of a token set, and of the samples of a fine-tuning."""
 AHEAD: Final = 4 << 20
 """Bytes that may wait in the queue of a link."""
 SPARE: Final = 100 << 20

@@ -18,6 +18,7 @@ from andon.transport.base import ProtocolError
 
 TURN: Final = 0.2
 """Seconds after which the thread looks for silent peers, if nothing else wakes it."""
+DISMISS_SECONDS: Final = 1.0
 
 
 class Owner(Protocol):
@@ -55,6 +56,8 @@ class Loop:
         self.owner = owner
         self.selector = selectors.DefaultSelector()
         self.links: set[ControlLink] = set()
+        self._dismissed: dict[ControlLink, float] = {}
+        """Links that nobody listens to any more, and until when they stay open."""
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -74,12 +77,18 @@ class Loop:
 
     def drop(self, link: ControlLink) -> None:
         """Close a link, after a last attempt to send what waits; in the loop's thread."""
+        self._dismissed.pop(link, None)
         if link in self.links:
             self.links.remove(link)
             self.selector.unregister(link.socket)
             with suppress(OSError, ProtocolError):
                 link.write()
             link.close()
+
+    def dismiss(self, link: ControlLink) -> None:
+        """Close a link when its peer has, or soon: to close it on what the peer still sends could take from the peer
+        what was sent to it last. In the loop's thread."""
+        self._dismissed[link] = time.monotonic() + DISMISS_SECONDS
 
     def wake(self) -> None:
         """Have the thread send what was queued; any thread, and any signal handler, may call it."""
@@ -136,7 +145,9 @@ class Loop:
 
     def _find_silent(self, now: float, was_asleep: bool) -> None:
         for link in list(self.links):
-            if was_asleep:
+            if now > self._dismissed.get(link, now):
+                self.drop(link)
+            elif was_asleep:
                 link.heard = now
             elif now - link.heard > DEAD_AFTER:
                 self._lose(link, f"it has been silent for {now - link.heard:.1f} s")
@@ -149,7 +160,7 @@ class Loop:
     def _read(self, link: ControlLink) -> None:
         def read() -> None:
             for message in link.read():
-                if link in self.links:
+                if link in self.links and link not in self._dismissed:
                     self.owner.on_message(link, message)
 
         self._guarded(link, read)
@@ -171,5 +182,7 @@ class Loop:
             self._lose(link, error.strerror or str(error) if isinstance(error, OSError) else str(error))
 
     def _lose(self, link: ControlLink, why: str) -> None:
+        is_awaited = link not in self._dismissed
         self.drop(link)
-        self.owner.on_lost(link, why)
+        if is_awaited:
+            self.owner.on_lost(link, why)

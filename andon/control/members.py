@@ -1,7 +1,7 @@
 """The members of a run: who has which rank, and where the others reach it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ class Worker:
     """The last committed step when it joined."""
     compute_ms: float = 0.0
     """What the last step's forward and backward took."""
+    begin: Message = field(default_factory=dict)
+    """What it was told of its generation."""
 
     def introduce(self, hello: Message) -> None:
         """Take over what it says of itself."""
@@ -49,6 +51,11 @@ class Worker:
     def place(self) -> Place:
         """Where it runs."""
         return self.host, self.wanted
+
+    @property
+    def process(self) -> tuple[str, int, int | None]:
+        """What is the same when it connects again."""
+        return self.machine, self.pid, self.wanted
 
     @property
     def name(self) -> str:

@@ -3,7 +3,8 @@
 The tokens are cut into *windows* of `context` tokens (plus the one that follows). Every k-th window is held
 out for validation. Each epoch visits every training window exactly once, in the order of a keyed permutation
 that is computed and never stored: a Feistel network over the next power of four, applied until the result is
-in range. The samples of a step are dealt to its slots in turn (C-SHARD-001).
+in range. The samples of a step are dealt to its slots in turn (C-SHARD-001), and an epoch
+uses every training window once (F-DP-002).
 """
 
 from typing import Protocol
@@ -15,6 +16,8 @@ import numpy.typing as npt
 from andon.errors import UserError
 
 MASK = (1 << 64) - 1
+NO_TARGET = -100
+"""The target that does not count, in torch as in transformers."""
 Batch = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Inputs and targets, each windows x context."""
 
@@ -28,26 +31,49 @@ class Tokens(Protocol):
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]: ...
 
 
-class Batches:
-    """The windows of a corpus, as micro-batches."""
+class Windows:
+    """Which of `count` windows each slot of a step takes, and which are held out."""
 
-    def __init__(
-        self, source: Tokens, seed: int, slots: int, micro_batch: int, context: int, validation: float
-    ) -> None:
-        self.source, self.seed, self.slots, self.micro_batch, self.context = source, seed, slots, micro_batch, context
-        windows = max(0, (source.token_count - 1) // context)
-        self.every = max(2, round(1 / validation)) if validation and windows > 1 else 0
-        self.held_out = windows // self.every if self.every else 0
-        self.training = windows - self.held_out
-        if not windows:
-            what = f"The corpus has {source.token_count:,} tokens, fewer than one window of {context + 1:,}"
-            remedy = f"Give more text, or --train.context {max(1, source.token_count // 4)}"
-            raise UserError(what, "train.context is longer than the text", remedy)
+    def __init__(self, count: int, seed: int, slots: int, micro_batch: int, validation: float) -> None:
+        self.seed, self.slots, self.micro_batch = seed, slots, micro_batch
+        self.every = max(2, round(1 / validation)) if validation and count > 1 else 0
+        self.held_out = count // self.every if self.every else 0
+        self.training = count - self.held_out
 
     def windows(self, step: int, slot: int) -> list[int]:
         """The window numbers of a slot; steps count from 1."""
         first = (step - 1) * self.slots * self.micro_batch
         return [self._window(first + sample) for sample in interleave(self.slots * self.micro_batch, slot, self.slots)]
+
+    def name(self, window: int) -> int | str:
+        """How a halt names a window."""
+        return window
+
+    def validation_windows(self, count: int) -> list[list[int]]:
+        """The first held-out windows (training windows if none are held out), by micro-batch."""
+        numbers = [self.every * (index + 1) - 1 for index in range(self.held_out)] or list(range(self.training))
+        numbers = numbers[:count]
+        return [numbers[at : at + self.micro_batch] for at in range(0, len(numbers), self.micro_batch)]
+
+    def _window(self, sample: int) -> int:
+        epoch, position = divmod(sample, self.training)
+        chosen = permute(position, self.training, self.seed << 32 ^ epoch)
+        return chosen + chosen // (self.every - 1) if self.every else chosen
+
+
+class Batches(Windows):
+    """The windows of a corpus, as micro-batches."""
+
+    def __init__(
+        self, source: Tokens, seed: int, slots: int, micro_batch: int, context: int, validation: float
+    ) -> None:
+        self.source, self.context = source, context
+        windows = max(0, (source.token_count - 1) // context)
+        super().__init__(windows, seed, slots, micro_batch, validation)
+        if not windows:
+            what = f"The corpus has {source.token_count:,} tokens, fewer than one window of {context + 1:,}"
+            remedy = f"Give more text, or --train.context {max(1, source.token_count // 4)}"
+            raise UserError(what, "train.context is longer than the text", remedy)
 
     def __call__(self, step: int, slot: int) -> Batch:
         """The micro-batch of a slot."""
@@ -55,14 +81,7 @@ class Batches:
 
     def validation(self, count: int) -> list[Batch]:
         """The first held-out windows (training windows if none are held out), in micro-batches."""
-        numbers = [self.every * (index + 1) - 1 for index in range(self.held_out)] or list(range(self.training))
-        numbers = numbers[:count]
-        return [self._stack(numbers[at : at + self.micro_batch]) for at in range(0, len(numbers), self.micro_batch)]
-
-    def _window(self, sample: int) -> int:
-        epoch, position = divmod(sample, self.training)
-        chosen = permute(position, self.training, self.seed << 32 ^ epoch)
-        return chosen + chosen // (self.every - 1) if self.every else chosen
+        return [self._stack(windows) for windows in self.validation_windows(count)]
 
     def _stack(self, windows: list[int]) -> Batch:
         rows = np.stack([self.source.read(window * self.context, self.context + 1) for window in windows])

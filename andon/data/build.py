@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -58,18 +58,18 @@ def prepare(corpus: Corpus, cache: Path, progress: Progress = quiet, shard_token
     given = None if corpus.tokenizer in ("bpe", "bytes") else Tokenizer.load(corpus.tokenizer)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        _remove_stale(cache)
+        remove_stale(cache)
         content = _content(corpus, files, cache, progress)
         kind = given.digest() if given else corpus.tokenizer
         key = [FORMAT, shard_tokens, kind, corpus.vocab_size if kind == "bpe" else 0, content]
         folder = cache / blake3(json.dumps(key).encode()).hexdigest(length=16)
         if not folder.exists():
-            with _temporary(cache) as fresh:
+            with temporary(cache) as fresh:
                 _Builder(corpus, files, fresh, progress).build(given, shard_tokens)
                 if stamps != [stamp(file) for file in files]:
                     what, cause = "The corpus changed while it was being tokenized", "another program is writing to it"
                     raise UserError(what, cause, "Wait until it is complete, then start again")
-                _publish(fresh, folder)
+                publish(fresh, folder)
     except OSError as error:
         cause = f"{error.strerror or error} ({error.filename or 'while writing'})"
         remedy = "Free some space there, make it writable, or choose another folder: --data.cache FOLDER"
@@ -77,42 +77,56 @@ def prepare(corpus: Corpus, cache: Path, progress: Progress = quiet, shard_token
     return TokenSet.open(folder)
 
 
-def find(cache: Path, digest: str) -> TokenSet | None:
-    """The token set with this digest in a cache, if it is there and sound."""
+class Prepared(Protocol):
+    """What workers train on: a folder of the cache with a digest; a token set, for instance."""
+
+    folder: Path
+    digest: str
+
+    def verify(self) -> None:
+        """Compare the digest of every file."""
+        ...
+
+
+D = TypeVar("D", bound=Prepared)
+
+
+def find(cache: Path, digest: str, open_folder: Callable[[Path], D]) -> D | None:
+    """What has this digest in a cache, if it is there and sound."""
     for meta in sorted(expand(cache).absolute().glob("*/meta.json")):
-        if found := open_sound(meta.parent, digest):
+        if found := open_sound(meta.parent, digest, open_folder):
             return found
     return None
 
 
-def open_sound(folder: Path, digest: str) -> TokenSet | None:
-    """The token set in a folder, if it can be read, has this digest and is sound."""
+def open_sound(folder: Path, digest: str, open_folder: Callable[[Path], D]) -> D | None:
+    """What is in a folder, if it can be read, has this digest and is sound."""
     with suppress(UserError, OSError):
-        found = TokenSet.open(folder)
+        found = open_folder(folder)
         if found.digest == digest:
             found.verify()
             return found
     return None
 
 
-def receive(cache: Path, digest: str, fill: Callable[[Path], object]) -> TokenSet:
-    """The token set with this digest, whose files `fill` brings into a folder; it is kept in the cache."""
+def receive(cache: Path, digest: str, fill: Callable[[Path], object], open_folder: Callable[[Path], D]) -> D:
+    """What has this digest, whose files `fill` brings into a folder; it is kept in the cache."""
     cache = expand(cache).absolute()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        _remove_stale(cache)
+        remove_stale(cache)
         folder = cache / f"received-{digest[:32]}"
-        with _temporary(cache) as fresh:
+        with temporary(cache) as fresh:
             fill(fresh)
-            if open_sound(fresh, digest) is None:
+            if open_sound(fresh, digest, open_folder) is None:
                 cause = "What was received does not have the digest that the coordinator named"
                 raise UserError("The data did not arrive intact", cause, "Start the worker again")
             shutil.rmtree(folder, ignore_errors=True)  # one that is damaged, or it would have been found
-            _publish(fresh, folder)
+            publish(fresh, folder)
     except OSError as error:
         cause = f"{error.strerror or error} ({error.filename or 'while writing'})"
         raise UserError(f"The token cache {cache} cannot be written", cause, "Free some space there") from error
-    return TokenSet.open(folder)
+    return open_folder(folder)
 
 
 def _content(corpus: Corpus, files: list[Path], cache: Path, progress: Progress) -> list[str]:
@@ -225,7 +239,8 @@ class _Writer:
 
 
 @contextmanager
-def _temporary(cache: Path) -> Iterator[Path]:
+def temporary(cache: Path) -> Iterator[Path]:
+    """A folder of the cache to build something in; it is gone at the end, unless it was published."""
     folder = cache / f".tmp-{_machine()}-{os.getpid()}-{token_hex(4)}"
     folder.mkdir()
     try:
@@ -234,7 +249,8 @@ def _temporary(cache: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _publish(fresh: Path, folder: Path) -> None:
+def publish(fresh: Path, folder: Path) -> None:
+    """Give a folder that is complete its name."""
     for path in (*fresh.iterdir(), fresh):
         sync(path)
     try:
@@ -245,7 +261,8 @@ def _publish(fresh: Path, folder: Path) -> None:
     sync(folder.parent)
 
 
-def _remove_stale(cache: Path) -> None:
+def remove_stale(cache: Path) -> None:
+    """Remove what interrupted builds have left."""
     for folder in cache.glob(".tmp-*-*-*"):
         _, machine, pid, _ = folder.name.split("-")
         # A process on another machine can only be judged by whether it still writes.

@@ -77,7 +77,7 @@ class Tokenizer:
             raise UserError(f"The tokenizer {file} cannot be read", str(cause), remedy) from error
         inner.no_truncation()
         inner.no_padding()
-        if ends := [end for end in ENDS if inner.token_to_id(end) is not None]:
+        if ends := [end for end in (*_own_end(file), *ENDS) if inner.token_to_id(end) is not None]:
             return cls(inner, ends[0])
         cause = f"its vocabulary holds none of {', '.join(ENDS)}"
         raise UserError(f"The tokenizer {file} has no end token", cause, f"Add {END} to its added_tokens")
@@ -111,6 +111,16 @@ class Tokenizer:
         }
         (folder / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _own_end(file: Path) -> list[str]:
+    """The end token that the tokenizer_config.json beside a tokenizer names."""
+    try:
+        end = json.loads(file.with_name("tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return []
+    end = end.get("content") if isinstance(end, dict) else end
+    return [end] if isinstance(end, str) else []
 
 
 def sample(texts: Iterable[tuple[str, float]]) -> Iterator[str]:

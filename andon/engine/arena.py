@@ -44,6 +44,12 @@ class Unit:
     stop: int
     slices: tuple[Slice, ...]
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each parameter, with the padding after it: together all of the unit."""
+        ends = [*(each.start for each in self.slices[1:]), self.stop]
+        return tuple(end - each.start for each, end in zip(self.slices, ends, strict=True))
+
 
 class Layout:
     """Which parameter lies where; the same for weights, gradients and moments."""

@@ -55,15 +55,20 @@ class Exchange:
         """Whether an optimizer has decided who gets which part of the gradients."""
         self._sums = GradientSums(arena, membership.slots)
         self._tasks: list[Future[None]] = []
+        self._ready: dict[int, tuple[Merges, Tensor]] = {}
         self._bad: list[str] = []
+        units = arena.layout.units
+        self._turns = membership.group.exchange_order([(unit.name, unit.sizes) for unit in units])
+        self._transport = TRANSPORTS[membership.group.transport]
+        self._alone = membership.world_size == 1 and not self._transport.joins_server
+        """Nobody else adds to the gradients: a bad sum is this rank's own, and there is nothing to wait for."""
 
     def own(self, ownership: Ownership) -> None:
         """Decide who gets which part of every reduced gradient."""
         self.ownership = ownership
         self._scatters = ownership.sharded and ownership.replicas == 1
-        preserves_inputs = TRANSPORTS[self.membership.group.transport].reduce_preserves_inputs
-        alone = self.membership.world_size == 1
-        self._checks_before_reduce = not alone and not (self._scatters and preserves_inputs)
+        seen_afterwards = self._alone or (self._scatters and self._transport.reduce_preserves_inputs)
+        self._checks_before_reduce = not seen_afterwards
         self._cells = _OwnedCells(self.arena, self.membership, ownership)
         self.has_owners = True
 
@@ -74,9 +79,14 @@ class Exchange:
 
     def submit(self, unit: int, merges: Merges, rows: Tensor) -> None:
         """A unit is ready in this rank's rows: it has its turn after those before it."""
+        self._ready[unit] = (merges, rows)
+        while len(self._tasks) < len(self._turns) and (turn := self._turns[len(self._tasks)]) in self._ready:
+            self._begin(turn, *self._ready.pop(turn))
+
+    def _begin(self, unit: int, merges: Merges, rows: Tensor) -> None:
         before = self._tasks[-1] if self._tasks else None
         self.seconds = self.seconds if before else 0.0
-        if self.membership.world_size == 1 or len(self.arena.layout.units) == 1:  # nothing to wait for meanwhile
+        if self._alone or len(self.arena.layout.units) == 1:
             self._tasks.append(_Later(self._reduce, unit, merges, rows, before))
         else:
             self._tasks.append(self.thread.submit(self._reduce, unit, merges, rows, before))

@@ -6,12 +6,14 @@ worker's, is dropped.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from andon.data.batches import NO_TARGET
 
 IntArray = npt.NDArray[np.int64]
 Place = tuple[int, int]
@@ -26,8 +28,21 @@ class BatchSource(Protocol):
         ...
 
     def windows(self, step: int, slot: int) -> list[int]:
-        """The numbers of the samples, for a halt to name."""
+        """The numbers of the samples."""
         ...
+
+    def name(self, window: int) -> int | str:
+        """How a halt names a sample: the number of a window, or the line of a file."""
+        ...
+
+
+class Loaded(NamedTuple):
+    """A batch on the device."""
+
+    inputs: Tensor
+    targets: Tensor
+    count: int
+    """How many targets count."""
 
 
 class Loader:
@@ -36,23 +51,24 @@ class Loader:
     def __init__(self, source: BatchSource, device: torch.device) -> None:
         self._source, self._device = source, device
         self._on_gpu = device.type == "cuda"
-        self._ahead: tuple[Place, Future[tuple[Tensor, Tensor]]] | None = None
+        self._ahead: tuple[Place, Future[Loaded]] | None = None
         if self._on_gpu:
             self._thread = ThreadPoolExecutor(1, "andon-batches")
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def __call__(self, step: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a slot."""
+    def __call__(self, step: int, slot: int) -> Loaded:
+        """The batch of a slot."""
         if not self._on_gpu:
             x, y = self._source(step, slot)
-            return torch.from_numpy(x).to(self._device), torch.from_numpy(y).to(self._device)
+            device = self._device
+            return Loaded(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device), count_targets(y))
         if not (self._ahead and self._ahead[0] == (step, slot)):
             self.prepare(step, slot)
         assert self._ahead
         batch, self._ahead = self._ahead[1].result(), None
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        for each in batch:
+        for each in (batch.inputs, batch.targets):
             each.record_stream(current)
         return batch
 
@@ -61,12 +77,19 @@ class Loader:
         if self._on_gpu:
             self._ahead = (step, slot), self._thread.submit(self._copy, step, slot)
 
-    def _copy(self, step: int, slot: int) -> tuple[Tensor, Tensor]:
-        x, y = (torch.from_numpy(np.ascontiguousarray(each)).pin_memory() for each in self._source(step, slot))
+    def _copy(self, step: int, slot: int) -> Loaded:
+        arrays = self._source(step, slot)
+        x, y = (torch.from_numpy(np.ascontiguousarray(each)).pin_memory() for each in arrays)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+            x, y = x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+        return Loaded(x, y, count_targets(arrays[1]))
 
     def close(self) -> None:
         """Stop the thread."""
         if self._on_gpu:
             self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def count_targets(targets: IntArray) -> int:
+    """How many targets count; on the host, because a GPU would have to be waited for."""
+    return int(np.count_nonzero(targets != NO_TARGET))

@@ -79,7 +79,7 @@ class Order:
         return [(rank, row) for rank, nodes in enumerate(self.nodes) for row in range(len(nodes))]
 
     def range_of(self, rank: int) -> range:
-        """The slots of a rank."""
+        """The slots of a rank: those of all ranks are disjoint and complete (C-SHARD-001)."""
         return range(self.bounds[rank], self.bounds[rank + 1])
 
     def folds(self, rank: int, accumulate: bool = True) -> list[Fold]:

@@ -47,7 +47,8 @@ class DataParallel(nn.Module):
         self.optimizer: StepEnder | None = None
         self.before_step: Callable[[], None] = _nothing
         """Called before the first slot of every step."""
-        _compare_what_is_not_trained(module, group)
+        self.frozen = _compare_what_is_not_trained(module, group)
+        """BLAKE3 of the parameters that are not trained; empty if all are."""
         self.arena = Arena(module, self._memory())
         group.broadcast(self.arena.weights, src=0)
         self._connect()
@@ -173,17 +174,20 @@ class DataParallel(nn.Module):
             group.before_close.remove(self.close)
 
 
-def _compare_what_is_not_trained(module: nn.Module, group: Group) -> None:
-    """Halt if a frozen parameter or a buffer is not the same on every rank: nothing would ever make it so."""
-    tensors: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if not each.requires_grad}
-    tensors.update(module.named_buffers())
-    prints = [blake3(repr([(name, value.shape, value.dtype) for name, value in tensors.items()]).encode())]
-    prints += [blake3(as_bytes(value)) for value in tensors.values()]
-    everyone = group.all_gather_bytes(b"".join(each.digest(WIDTH) for each in prints))
+def _compare_what_is_not_trained(module: nn.Module, group: Group) -> str:
+    """Halt if a frozen parameter or a buffer is not the same on every rank: nothing would ever make it so. Gives the
+    digest of the frozen parameters."""
+    frozen: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if not each.requires_grad}
+    tensors = frozen | dict(module.named_buffers())
+    prints = [blake3(repr([(name, value.shape, value.dtype) for name, value in tensors.items()]).encode()).digest()]
+    prints += [blake3(as_bytes(value)).digest() for value in tensors.values()]
+    everyone = group.all_gather_bytes(b"".join(each[:WIDTH] for each in prints))
     for index, name in enumerate(["the names of frozen parameters", *tensors]):
         found = [of_rank[index * WIDTH : (index + 1) * WIDTH] for of_rank in everyone]
         if len(set(found)) > 1:
             raise JidokaHalt(1, f"{name} is not trained, and differs{blame_by_majority(found)}", sound=False)
+    named = b"".join(name.encode() + digest for name, digest in zip(frozen, prints[1:], strict=False))
+    return blake3(named).hexdigest() if frozen else ""
 
 
 def _nothing() -> None:

@@ -53,7 +53,7 @@ class Buffers:
     `persistent=False`, as a cache is, and refused otherwise."""
 
     def __init__(self, module: nn.Module, membership: Membership) -> None:
-        self.module, self.membership = module, membership
+        self.membership = membership
         self.changing: list[str] = []
         """Those that forward has ever changed on any rank, in the order of names."""
         self._before: dict[str, Tensor] = {}
@@ -62,6 +62,7 @@ class Buffers:
         self._changed_on_gpu: list[tuple[list[str], Reading]] = []
         """For each slot the names of the buffers on a GPU, and whether they have changed."""
         self._all_compared, self._gathered = False, b""
+        self._modules = list(module.named_modules())  # finding them takes as long as a small step's exchange
         for _, buffer, _ in self._registered():
             if any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
                 buffer.data = buffer.clone()  # an expanded one cannot be written to
@@ -148,7 +149,7 @@ class Buffers:
 
     def _registered(self) -> Iterator[tuple[str, Tensor, bool]]:
         """(name, buffer, whether it is saved) of every buffer that is there."""
-        for path, module in self.module.named_modules():
+        for path, module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     saved = name not in module._non_persistent_buffers_set

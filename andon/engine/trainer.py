@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from andon.checkpoint.checkpointer import Checkpointer
 from andon.data.batches import checksum
 from andon.engine.loader import BatchSource, Loader
@@ -41,7 +44,7 @@ class SamplesOfStep:
 
 
 class Trainer:
-    """Trains a model whose forward gives the loss of a batch, summed over its targets."""
+    """Trains a model whose forward gives the loss of a batch, summed over its targets; or another `loss` of it."""
 
     def __init__(
         self,
@@ -54,7 +57,8 @@ class Trainer:
         self.settings, self.progress, self.checkpointer = settings, optimizer.progress, checkpointer
         self.stop = optimizer.stop
         self.batch = Loader(batches, self.model.arena.device)
-        """Inputs and targets of a step's slot, on the device."""
+        """The batch of a step's slot, on the device."""
+        self.loss: Callable[[Tensor, Tensor], Tensor] = self.model
         self.on_step: Callable[[Totals], None] = lambda totals: None
         self._samples = SamplesOfStep()
         optimizer.judge, optimizer.samples = self.judge, lambda: self._samples.everyone
@@ -72,13 +76,13 @@ class Trainer:
         step, model = self.progress.step + 1, self.model
         self._samples.mine = []
         for slot in model.slots:
-            x, y = self.batch(step, slot)
+            x, y, count = self.batch(step, slot)
             self._samples.mine.append(checksum(self.batches.windows(step, slot)))
             with model.phases("forward"):
-                loss = model(x, y)
+                loss = self.loss(x, y)
             self._prepare_batch_after(step, slot)
             with model.phases("backward"):
-                model.backward(loss, y.numel(), reduction="sum")
+                model.backward(loss, count, reduction="sum")
             del loss  # with its graph: the next slot's activations need the memory
         self.optimizer.lr = self.settings.learning_rate(step)
         totals = self.optimizer.step(self.settings.clip)
@@ -128,18 +132,26 @@ class Trainer:
         found = []
         for slot in self.model.membership.slots:
             self.model.seed_slot(slot)
-            x, y = self.batch(step, slot)
-            loss = self.model(x, y)
+            x, y, _ = self.batch(step, slot)
+            loss = self.loss(x, y)
             flaws = [find_flaw("loss", loss.detach()), *self.model.gradients.inspect(loss, slot, find_flaw)]
+            rows = self._bad_rows(x, y) if flaws[0] else list(range(len(x)))
             for flaw in filter(None, flaws):
                 unit = layout.unit_of(flaw.parameter) if flaw.parameter != "loss" else "loss"
                 units.discard(unit)
-                found.append(self._finding(step, slot, unit, flaw))
+                found.append(self._finding(step, slot, unit, flaw, rows))
         passing = Flaw("", 0, 0, "a value that is not finite")
         return found + [self._finding(step, None, unit, passing) for unit in sorted(units)]
 
-    def _finding(self, step: int, slot: int | None, unit: str, flaw: Flaw) -> Finding:
-        samples = [] if slot is None else self.batches.windows(step, slot)
+    def _bad_rows(self, x: Tensor, y: Tensor) -> list[int]:
+        """The rows of a batch whose own loss is not finite; all of them, if each by itself is."""
+        with torch.no_grad():
+            bad = [row for row in range(len(x)) if not torch.isfinite(self.loss(x[row : row + 1], y[row : row + 1]))]
+        return bad or list(range(len(x)))
+
+    def _finding(self, step: int, slot: int | None, unit: str, flaw: Flaw, rows: Sequence[int] = ()) -> Finding:
+        windows = [] if slot is None else self.batches.windows(step, slot)
+        samples = [self.batches.name(windows[row]) for row in rows]
         rank, host = self.model.membership.rank, socket.gethostname()
         return Finding(**asdict(flaw), rank=rank, host=host, slot=slot, samples=samples, unit=unit)
 

@@ -34,7 +34,8 @@ class Finding(Flaw):
     rank: int
     host: str
     slot: int | None
-    samples: list[int]
+    samples: list[int | str]
+    """Numbers of windows, or the lines of a file."""
     unit: str
 
     def __str__(self) -> str:

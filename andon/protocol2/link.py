@@ -1,62 +1,75 @@
-"""A blocking connection for messages, with a deadline for progress."""
+"""A worker's connection to a gradient server: messages, one at a time, for as long as the server lives.
 
+A server of another implementation sends nothing while it waits for other workers, so silence means nothing; the
+kernel's keepalive and user timeout find a host that is gone. An Andon server sends heartbeats, so its silence counts.
+"""
+
+import math
 import socket
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from typing import Self
+from typing import Final
 
-from andon.transport.base import ProtocolError, peer_name
-from andon.transport.tcp.connect import translate_errors
-from andon.transport.tcp.frames import LENGTH, Buffer, payload_length
+from andon.protocol2.wire.extension import EXTENDED
+from andon.protocol2.worker import notice_dead_host
+from andon.transport.base import GroupError, GroupTimeout, PeerLost, ProtocolError
+from andon.transport.keys import SERVER
+from andon.transport.tcp.connect import prepare, translate_errors
+from andon.transport.tcp.frames import MAX_FRAME, Buffer, Message, decode
+from andon.transport.tcp.stream import MessageReader, Outgoing, Stream, StreamFailed, move_all, read_frame
+
+CONNECT_SECONDS: Final = 30.0
+LONGEST_WAIT: Final = 1e6
+"""Seconds: longer than any run, and still a number for `poll`."""
+Move = Callable[[Sequence[Stream], str], None]
+"""Moves the streams of an operation, or raises an error of the group."""
 
 
 class Link:
-    """A blocking connection to the peer with the given rank (-1: a server).
+    """A connection to the server at `address`; `mover` gives what moves its streams, if it is not the link itself."""
 
-    The timeout bounds the time without any progress, so that a large transfer over a slow network does not count as a
-    stalled peer."""
+    def __init__(self, address: tuple[str, int], mover: Callable[[socket.socket], Move] | None = None) -> None:
+        operation = f"connecting to {address[0]}:{address[1]}"
+        with translate_errors(SERVER, operation, CONNECT_SECONDS):
+            self.socket = prepare(socket.create_connection(address, CONNECT_SECONDS))
+            notice_dead_host(self.socket)
+        self.patience = math.inf
+        """Seconds without any progress after which the server counts as stalled."""
+        self._move = mover(self.socket) if mover else self._move_alone
 
-    def __init__(self, sock: socket.socket, peer: int, timeout: float) -> None:
-        sock.settimeout(timeout)
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.peer, self.timeout = sock, peer, timeout
+    def send(self, buffers: Sequence[Buffer], operation: str) -> None:
+        """Send the buffers of a message."""
+        pieces = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        self._move([Outgoing(self.socket, SERVER, len(pieces), pieces.__getitem__)], operation)
 
-    @classmethod
-    def connect(cls, host: str, port: int, peer: int, timeout: float) -> Self:
-        """Connect to a peer that listens at host:port."""
-        with translate_errors(peer, f"connecting to {host}:{port}", timeout):
-            return cls(socket.create_connection((host, port), timeout), peer, timeout)
+    def receive(self, operation: str) -> Message:
+        """Receive a message."""
+        found: list[Message] = []
 
-    def send(self, data: Buffer, operation: str) -> None:
-        """Send all of `data`."""
-        view = memoryview(data).cast("B")
-        with translate_errors(self.peer, operation, self.timeout):
-            while view:
-                view = view[self.socket.send(view) :]
+        def read() -> Generator[memoryview, None, None]:
+            found.append(decode((yield from read_frame(MAX_FRAME)), EXTENDED))
 
-    def receive(self, count: int, operation: str) -> bytearray:
-        """Receive exactly `count` bytes."""
-        data = bytearray(count)
-        view = memoryview(data)
-        with translate_errors(self.peer, operation, self.timeout):
-            while view:
-                received = self.socket.recv_into(view)
-                if received == 0:
-                    raise ConnectionError("the connection was closed")
-                view = view[received:]
-        return data
-
-    def receive_frame(self, limit: int, operation: str) -> bytearray:
-        """Receive one frame of at most `limit` bytes; its payload."""
-        prefix = self.receive(LENGTH.size, operation)
-        try:
-            length = payload_length(prefix, limit)
-        except ProtocolError as error:
-            raise ProtocolError(f"{peer_name(self.peer)} sent in {operation}: {error}") from None
-        return self.receive(length, operation)
+        self._move([MessageReader(self.socket, SERVER, read())], operation)
+        return found[0]
 
     def close(self) -> None:
         """Close the connection; safe to call twice, and wakes a thread that waits for it."""
         with suppress(OSError):  # it may be closed already
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
+
+    def _move_alone(self, streams: Sequence[Stream], operation: str) -> None:
+        started = time.monotonic()
+        try:
+            move_all(streams, min(self.patience, LONGEST_WAIT))
+        except StreamFailed as failed:
+            raise _error(failed, operation, time.monotonic() - started) from failed
+
+
+def _error(failed: StreamFailed, operation: str, seconds: float) -> GroupError:
+    if failed.cause == "lost":
+        return PeerLost(SERVER, operation, seconds, failed.detail)
+    if failed.cause == "stalled":
+        return GroupTimeout(SERVER, operation, seconds)
+    return ProtocolError(f"the gradient server broke the protocol in {operation}: {failed.detail}")

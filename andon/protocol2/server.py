@@ -1,159 +1,165 @@
 """The gradient server of wire version 2: workers join, get their shards, send gradients, get the mean.
 
-To collect a gradient, the server reads the *head* of every worker's message (everything before the floats), then the
-floats in pieces: the same piece of every worker at the same time, added in the one order and divided. So it holds one
-vector and a piece per worker. A worker that disconnects, stalls or breaks the protocol is dropped; the server still
-reads to the end what the others sent, so that it can go on serving them, and then raises an error that names the
-worker. A gradient that is not finite raises in the same way but drops nobody.
+One thread serves all connections; each method goes on with all of them until it has what it needs. A worker that
+disconnects, stalls or breaks the protocol is dropped and reported at once, also while the others still compute. The
+others get the mean of those who are left, because a worker of another implementation waits for it; then the next step
+works. If the workers' gradients have different shapes the majority counts; without one, nobody can tell who is wrong,
+and the session ends. A gradient that is not finite ends it, too (F-DP-003).
 """
 
-import logging
 import math
-import socket
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
-import numpy as np
-import numpy.typing as npt
+from andon.protocol2.connections import Connections, Network, WorkerGone
+from andon.protocol2.mean import Flaw, NonFiniteGradient, find_flaw, global_loss, mean_of
+from andon.protocol2.wire.dialogue import Dialogue, Part, answer
+from andon.protocol2.wire.extension import PIECE_FLOATS, Abilities, Halted
+from andon.protocol2.wire.messages import JoinAccepted, ShardAssignment, Shutdown
+from andon.protocol2.worker import Gradient, Worker
+from andon.transport.base import GroupTimeout, ProtocolError
+from andon.transport.tcp.frames import Floats, Message
 
-from andon.protocol2 import messages
-from andon.protocol2.worker_pool import LONGEST_HEAD, Worker, WorkerPool
-from andon.transport.base import GroupError, GroupTimeout, ProtocolError
-from andon.transport.rows import one_node_each
-from andon.transport.tcp.connect import introductions, listen
-from andon.transport.tcp.frames import Floats, Message, decode, frame
-from andon.transport.tcp.stream import Incoming, read_frame
-
-PIECE_ELEMENTS: Final = 1 << 17
-"""Floats that are read from each worker at once."""
-
-log = logging.getLogger(__name__)
+FLUSH_SECONDS: Final = 5.0
+"""How long the last messages of a session may take."""
 
 
-class NonFiniteGradient(GroupError):
-    """A worker sent NaN or infinity: halt before it reaches a weight (F-DP-003)."""
-
-    def __init__(self, rank: int, step: int, where: str) -> None:
-        super().__init__(f"halt: worker {rank} sent a non-finite gradient at step {step} ({where})")
-        self.rank, self.step, self.where = rank, step, where
+class WorkersDisagree(ProtocolError):
+    """The workers sent gradients of different shapes, and no majority says which is right."""
 
 
 @dataclass(frozen=True, eq=False)
-class Reduced:
-    """The mean of whole gradients."""
+class Mean:
+    """The mean of a part over the workers that sent it; loss and accuracy come with whole vectors only."""
 
+    part: Part
     gradients: Floats
-    global_loss: float
-    total_correct: int
-    total_samples: int
-    milliseconds: float
-
-
-@dataclass(frozen=True, eq=False)
-class ReducedBlock:
-    """The mean gradient of a block."""
-
-    block: int
-    component_sizes: tuple[int, ...]
-    gradients: Floats
-    milliseconds: float
-
-
-@dataclass(frozen=True, eq=False)
-class ReducedComponent:
-    """The mean gradient of the LM head (0), the final norm (1) or the embedding (2)."""
-
-    component: int
-    gradients: Floats
-    milliseconds: float
+    workers: tuple[int, ...]
+    loss: float
+    correct: int
+    total: int
+    wait_ms: float
+    """Until everyone had sent the part."""
+    reduce_ms: float
+    """For the mean itself."""
 
 
 class GradientServer:
-    """Serves version-2 workers at `bind` (port 0: any free port)."""
+    """Serves version-2 workers at `bind` (port 0: any free port). This machine may connect, and who is in `allow`.
+
+    `on_lost` is called at once when a worker is gone; `say` with a line about a connection that was refused."""
 
     def __init__(
-        self, bind: tuple[str, int] = ("127.0.0.1", 0), dead_after: float = 30.0, heartbeat: float = 5.0
+        self,
+        bind: tuple[str, int] = ("127.0.0.1", 0),
+        allow: Sequence[Network] = (),
+        dead_after: float = 30.0,
+        heartbeat: float = 5.0,
+        on_lost: Callable[[WorkerGone], None] = lambda gone: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._listener = listen(bind, backlog=128)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._pool = WorkerPool(dead_after, heartbeat)
-        self._joined = 0
+        self._on_lost, self._say = on_lost, say
+        self._links = Connections(bind, allow, (dead_after, heartbeat), self._judge, self._lost)
+        self.address = self._links.address
+        self._dialogue: Dialogue | None = None
+        """Of the collection that is under way."""
+        self._halt: NonFiniteGradient | None = None
+        self._last_loss: WorkerGone | None = None
 
     @property
     def workers(self) -> list[Worker]:
-        """The workers that have joined and are connected."""
-        return list(self._pool.workers)
+        """The workers that have joined and are connected, in the order of their ids."""
+        return self._links.workers
 
-    @property
-    def worker_count(self) -> int:
-        """How many workers are connected."""
-        return len(self._pool.workers)
+    def interrupt_with(self, check: Callable[[], None]) -> None:
+        """Have `check` called about ten times a second; what it raises ends the method that runs."""
+        self._links.interrupt = check
 
-    def wait_for_workers(self, count: int, deadline: float) -> None:
-        """Wait until `count` workers have joined, `deadline` seconds at most; other connections are closed."""
-        with closing(introductions(self._listener, lambda sock: _read_join(), deadline)) as arrivals:
-            while self.worker_count < count:
-                sock, request = next(arrivals, (None, None))
-                if sock is None or request is None:
-                    raise GroupTimeout(self._joined, "joining", deadline, f"{count} workers were expected")
-                self._admit(sock, request, count)
+    def wait_for_workers(
+        self, count: int, deadline: float = math.inf, joined: Callable[[Worker], None] = lambda worker: None
+    ) -> None:
+        """Wait until `count` workers have joined, `deadline` seconds at most; nobody else can join afterwards."""
+        until = time.monotonic() + deadline
+        self._links.open_door(self._say)
+        while len(self.workers) < count:
+            if time.monotonic() > until:
+                raise GroupTimeout(self._links.free_id(), "joining", deadline, f"{count} workers were expected")
+            for sock, join in self._links.turn():
+                worker = self._links.admit(sock, join) if len(self.workers) < count else None
+                if worker is None:
+                    sock.close()
+                    continue
+                if worker.ours:
+                    self._links.send(worker, Abilities(PIECE_FLOATS))
+                self._links.send(worker, JoinAccepted(worker.worker_id, count))
+                if worker in self.workers:
+                    joined(worker)
+        self._links.close_door()
 
     def send_shard_assignments(self, step: int, total_samples: int) -> None:
-        """Give each worker its share of the samples; the last one takes the remainder."""
-        size = total_samples // max(1, self.worker_count)
-        places = {worker: place for place, worker in enumerate(self._pool.workers)}
+        """Give each worker its share of the samples; the last one takes the remainder (C-SHARD-001)."""
+        self._links.operation = f"sending the shards of step {step}"
+        workers = self.workers
+        size = total_samples // max(1, len(workers))
+        for place, worker in enumerate(workers):
+            end = total_samples if place == len(workers) - 1 else (place + 1) * size
+            self._links.send(worker, ShardAssignment(step, place * size, end))
+        self._links.flush(math.inf)
 
-        def assignment(worker: Worker) -> messages.ShardAssignment:
-            place = places[worker]
-            end = total_samples if place == len(places) - 1 else (place + 1) * size
-            return messages.ShardAssignment(step, place * size, end)
+    def collect(self, dialogue: Dialogue) -> Mean:
+        """Wait for everyone's next part, which must be the one that the dialogue expects, and average it."""
+        self._links.operation = f"collecting {dialogue.name}"
+        self._dialogue, started = dialogue, time.monotonic()
+        try:
+            for worker in self.workers:
+                with self._links.dropping(worker):
+                    if worker.gradients:
+                        self._judge(worker, worker.gradients[0])
+            while self._halt or not (sent := self._all_sent()):
+                if not self.workers:
+                    raise self._last_loss or ProtocolError("no worker is connected")
+                if self._halt:
+                    raise self._halt
+                self._links.turn()
+            return self._average(sent, started)
+        finally:
+            self._dialogue = self._halt = None
 
-        self._pool.send(assignment, f"sending the shards of step {step}")
+    def broadcast(self, mean: Mean) -> None:
+        """Send everyone a mean."""
+        self._links.operation = f"sending the mean of {mean.part.name} of step {mean.part.step}"
+        self._tell_all(answer(mean.part, mean.gradients, mean.loss))
+        self._links.flush(math.inf)
 
-    def collect_and_reduce(self, step: int) -> Reduced:
-        """The mean of everyone's whole gradient, with loss and accuracy over all samples."""
-        _, gradients, tails, milliseconds = self._collect(messages.GradientPayload, step, "whole vector")
-        total = sum(samples for _, _, samples in tails)
-        loss = sum(loss * samples for loss, _, samples in tails) / total if total else 0.0
-        correct = sum(correct for _, correct, _ in tails)
-        return Reduced(gradients, loss, correct, total, milliseconds)
-
-    def collect_and_reduce_block(self, step: int, block: int) -> ReducedBlock:
-        """The mean of everyone's gradient of one block."""
-        part = f"block {block}"
-        head, gradients, _, milliseconds = self._collect(messages.BlockGradientPayload, step, part, block)
-        return ReducedBlock(block, head.values[4], gradients, milliseconds)
-
-    def collect_and_reduce_non_block(self, step: int, component: int) -> ReducedComponent:
-        """The mean of everyone's gradient of the LM head (0), the final norm (1) or the embedding (2)."""
-        part = f"component {component}"
-        _, gradients, _, milliseconds = self._collect(messages.NonBlockGradientPayload, step, part, component)
-        return ReducedComponent(component, gradients, milliseconds)
-
-    def broadcast_averaged(self, step: int, result: Reduced) -> None:
-        """Send everyone the mean of whole gradients."""
-        self._broadcast(messages.AveragedGradient(step, result.gradients, result.global_loss))
-
-    def broadcast_averaged_block(self, step: int, result: ReducedBlock) -> None:
-        """Send everyone the mean gradient of a block."""
-        self._broadcast(messages.AveragedBlockGradient(step, result.block, result.component_sizes, result.gradients))
-
-    def broadcast_averaged_non_block(self, step: int, result: ReducedComponent) -> None:
-        """Send everyone the mean gradient of a component."""
-        self._broadcast(messages.AveragedNonBlockGradient(step, result.component, result.gradients))
+    def halt(self, step: int, cause: str) -> None:
+        """Tell the workers that understand it why there will be no mean."""
+        self._links.operation = "halting"
+        for worker in self.workers:
+            if worker.ours:
+                self._links.send(worker, Halted(step, cause))
+        self._links.flush(FLUSH_SECONDS)
 
     def shutdown_workers(self) -> None:
         """Tell everyone that the session is over."""
-        self._broadcast(messages.Shutdown())
+        self._links.operation = "ending the session"
+        self._tell_all(Shutdown())
+        self._links.flush(FLUSH_SECONDS)
+
+    def wait_until_left(self, seconds: float) -> None:
+        """End the connections and wait until the workers have done so, too: by then they have read everything."""
+        self._links.operation = "ending the session"
+        until = time.monotonic() + seconds
+        for worker in self.workers:
+            worker.finish()
+        while self.workers and time.monotonic() < until:
+            self._links.turn()
 
     def close(self) -> None:
         """Disconnect everyone and stop listening; safe to call twice."""
-        self._pool.close()
-        self._listener.close()
+        self._links.close()
 
     def __enter__(self) -> Self:
         return self
@@ -161,96 +167,59 @@ class GradientServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _admit(self, sock: socket.socket, request: messages.JoinRequest, count: int) -> None:
-        worker = Worker(self._joined, request.node_id, request.gpu_count, request.backend, sock)
-        try:
-            sock.send(frame(messages.JoinAccepted(worker.worker_id, count)))
-        except OSError as error:
-            log.warning("worker %d left while it joined: %s", worker.worker_id, error)
-            sock.close()
+    def _tell_all(self, message: Message) -> None:
+        for worker in self.workers:
+            self._links.send(worker, message)
+
+    def _lost(self, gone: WorkerGone) -> None:
+        self._last_loss = gone
+        self._on_lost(gone)
+
+    def _judge(self, worker: Worker, gradient: Gradient) -> None:
+        """Check a gradient of which the head, or everything, is there; `ProtocolError` if it may not come now."""
+        if self._dialogue is None or gradient is not worker.gradients[0]:
             return
-        self._pool.workers.append(worker)
-        self._joined += 1
+        if not gradient.accepted:
+            self._dialogue.check(gradient.part)
+            gradient.accepted = True
+        if gradient.complete and not self._halt:
+            flaw, where = find_flaw(gradient.floats), gradient.part.name
+            if not flaw and gradient.tail and not math.isfinite(gradient.tail[0]):
+                flaw, where = Flaw(1, 0, "NaN" if math.isnan(gradient.tail[0]) else "Inf"), "loss"
+            if flaw:
+                self._halt = NonFiniteGradient(worker.worker_id, gradient.part.step, where, flaw)
 
-    def _broadcast(self, message: Message) -> None:
-        self._pool.send(lambda _: message, f"sending {type(message).__name__}")
+    def _all_sent(self) -> dict[Worker, Part]:
+        """Everyone's part, once all are there and have one shape."""
+        sent = {worker: worker.gradients[0].part for worker in self.workers if worker.gradients}
+        if not sent or len(sent) < len(self.workers) or not all(worker.gradients[0].complete for worker in sent):
+            return {}
+        (usual, votes), *others = Counter(sent.values()).most_common()
+        if others and 2 * votes <= len(sent):
+            shapes = "; ".join(f"worker {worker.worker_id}: {_shape(part)}" for worker, part in sent.items())
+            raise WorkersDisagree(f"the workers sent gradients of different shapes ({shapes})")
+        for worker, part in list(sent.items()):
+            if part != usual:
+                self._links.drop(worker, "protocol", f"{_shape(part)} where the others sent {_shape(usual)}")
+                del sent[worker]
+        return sent
 
-    def _collect(
-        self, expected: type[Message], step: int, where: str, part: int | None = None
-    ) -> tuple[messages.Head, Floats, list[tuple[Any, ...]], float]:
-        """One gradient from everyone: a head, the mean, each worker's fields after the floats, milliseconds."""
-        started = time.monotonic()
-        operation = f"collecting {where} of step {step}"
-
-        def accept(worker: Worker, head: messages.Head) -> None:
-            if head.message is not expected:
-                raise ProtocolError(f"{head.message.__name__} where {expected.__name__} was expected")
-            if head.values[0] != step:
-                raise ProtocolError(f"step {head.values[0]} where {step} was expected")
-            if head.values[1] != worker.worker_id:
-                raise ProtocolError(f"it calls itself worker {head.values[1]}")
-            if part is not None and head.values[2] != part:
-                raise ProtocolError(f"{where.split()[0]} {head.values[2]} where {part} was expected")
-            if expected is messages.BlockGradientPayload and sum(head.values[4]) != head.count:
-                raise ProtocolError(f"sizes for {sum(head.values[4]):,} of {head.count:,} floats")
-
-        head = self._agree(self._pool.heads(accept, operation), operation)
-        mean = self._mean(head.count, step, where, operation)
-        tails = self._tails(head, step, operation)
-        self._pool.raise_failure()
-        return head, mean, tails, 1000 * (time.monotonic() - started)
-
-    def _agree(self, heads: dict[Worker, messages.Head], operation: str) -> messages.Head:
-        """The head that most workers sent; a worker that sent another shape is dropped."""
-        shapes = {worker: (head.count, head.values[3:]) for worker, head in heads.items()}
-        if not shapes:
-            self._pool.raise_failure()
-            raise ProtocolError(f"no worker is connected for {operation}")
-        usual, _ = Counter(shapes.values()).most_common(1)[0]
-        for worker, shape in shapes.items():
-            if shape != usual:
-                text = f"worker {worker.worker_id} sent another shape than the others in {operation}"
-                self._pool.drop(worker.worker_id, ProtocolError(text))
-        return next(heads[worker] for worker, shape in shapes.items() if shape == usual)
-
-    def _mean(self, count: int, step: int, where: str, operation: str) -> Floats:
-        mean = np.empty(count, np.float32)
-        pieces = {worker: np.empty(min(PIECE_ELEMENTS, count), np.float32) for worker in self._pool.workers}
-        for lo in range(0, count, PIECE_ELEMENTS):
-            size = min(PIECE_ELEMENTS, count - lo)
-            self._fill({worker: pieces[worker][:size] for worker in self._pool.workers}, operation)
-            leaves = [pieces[worker][:size] for worker in self._pool.workers]
-            for worker, leaf in zip(self._pool.workers, leaves, strict=True):
-                if not np.isfinite(leaf).all():
-                    self._pool.fail(NonFiniteGradient(worker.worker_id, step, where))
-            if leaves:
-                with np.errstate(over="ignore", invalid="ignore"):
-                    for into, other in one_node_each(len(leaves)).adds:
-                        np.add(leaves[into], leaves[other], out=leaves[into])
-                np.divide(leaves[0], np.float32(len(leaves)), out=mean[lo : lo + size])
-        return mean
-
-    def _tails(self, head: messages.Head, step: int, operation: str) -> list[tuple[Any, ...]]:
-        if not head.tail:
-            return []
-        tails = {worker: np.empty(head.tail, np.uint8) for worker in self._pool.workers}
-        self._fill(tails, operation)
-        values = [messages.decode_tail(head.message, tails[worker].data) for worker in self._pool.workers]
-        for worker, (loss, _, _) in zip(self._pool.workers, values, strict=True):
-            if not math.isfinite(loss):
-                self._pool.fail(NonFiniteGradient(worker.worker_id, step, "loss"))
-        return values
-
-    def _fill(self, buffers: Mapping[Worker, npt.NDArray[Any]], operation: str) -> None:
-        streams = [
-            Incoming(worker.sock, worker.worker_id, 1, [buffer.view(np.uint8).data].__getitem__)
-            for worker, buffer in buffers.items()
-        ]
-        self._pool.run(streams, operation)
+    def _average(self, sent: dict[Worker, Part], started: float) -> Mean:
+        part, began = next(iter(sent.values())), time.monotonic()
+        gradients = {worker.worker_id: worker.take() for worker in sent}
+        mean = mean_of({number: each.floats for number, each in gradients.items()}, part.step, part.name)
+        tails = [gradients[number].tail for number in sorted(gradients) if gradients[number].tail]
+        loss = global_loss([(loss, total) for loss, _, total in tails])
+        if not math.isfinite(loss):
+            flaw = Flaw(1, 0, "NaN" if math.isnan(loss) else "Inf")
+            raise NonFiniteGradient(max(gradients), part.step, "loss", flaw, "makes the mean loss non-finite")
+        assert self._dialogue
+        self._dialogue.advance(part)
+        correct, total = (sum(tail[place] for tail in tails) for place in (1, 2))
+        waited, took = 1000 * (began - started), 1000 * (time.monotonic() - began)
+        return Mean(part, mean, tuple(sorted(gradients)), loss, correct, total, waited, took)
 
 
-def _read_join() -> Generator[memoryview, None, messages.JoinRequest]:
-    request = decode((yield from read_frame(LONGEST_HEAD)), messages.VERSION_2)
-    if not isinstance(request, messages.JoinRequest):
-        raise ProtocolError(f"{type(request).__name__} where JoinRequest was expected")
-    return request
+def _shape(part: Part) -> str:
+    sizes = f" in sizes {list(part.sizes[:16])}" if part.sizes else ""
+    return f"{part.name} of step {part.step} with {part.count:,} floats{sizes}"

@@ -9,13 +9,14 @@ from rich.panel import Panel
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from andon.config.schema import Config
+from andon.config.schema import RunSettings
 from andon.errors import UserError, harmless
 from andon.run.ending import first_causes, show_halt, show_summary
 from andon.run.events import Event
 from andon.run.terminal import Terminal
 
-OF_STEPS, OF_TESTS = ("loss", "tokens/s", "lr", "grad norm"), ("validation", "valid stories")
+OF_STEPS = ("loss", "accuracy", "tokens/s", "answers/s", "lr", "grad norm")
+OF_TESTS = ("validation", "valid stories")
 PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
 
 
@@ -34,7 +35,7 @@ def show_error(console: Console, error: UserError) -> None:
 class Display:
     """Follows the events of a run."""
 
-    def __init__(self, console: Console, config: Config) -> None:
+    def __init__(self, console: Console, config: RunSettings) -> None:
         self.console, self.config = console, config
         self.facts: dict[str, str] = {}
         self.sample, self.floor = "", ""
@@ -100,7 +101,9 @@ class Display:
         elapsed = time.monotonic() - self.started
         left = (self.config.train.steps - event["step"]) * elapsed / max(1, event["step"] - self.first_step)
         self.facts["loss"] = f"{event['loss']:.4f}" + self.floor
-        self.facts["tokens/s"] = f"{event['tokens_per_s']:,.0f}"
+        if "accuracy" in event:
+            self.facts["accuracy"] = f"{event['accuracy']:.1%}"
+        self.facts["answers/s" if "accuracy" in event else "tokens/s"] = f"{event['tokens_per_s']:,.0f}"
         if "mfu" in event:
             self.facts["MFU"] = f"{event['mfu']:.1%}"
         self.facts["lr"] = f"{event['lr']:.2e}"
@@ -111,7 +114,7 @@ class Display:
             self._live.update(self._render())
         elif time.monotonic() - self._last_line > PLAIN_EVERY or event["step"] == self.config.train.steps:
             self._last_line = time.monotonic()
-            facts = "  ".join(f"{name} {self.facts[name]}" for name in OF_STEPS)
+            facts = "  ".join(f"{name} {self.facts[name]}" for name in OF_STEPS if name in self.facts)
             self.console.print(f"step {event['step']}/{self.config.train.steps}  {facts}  {eta}", soft_wrap=True)
 
     def _on_sample(self, event: Event) -> None:
@@ -122,7 +125,10 @@ class Display:
             self.console.print(f"  “{event['text']}”", soft_wrap=True, highlight=False, markup=False)
 
     def _on_eval(self, event: Event) -> None:
-        found = f"{event['loss']:.4f} ({event['bits_per_byte']:.3f} bits/byte)"
+        bits = f" ({event['bits_per_byte']:.3f} bits/byte)" if "bits_per_byte" in event else ""
+        found = f"{event['loss']:.4f}{bits}"
+        if "accuracy" in event:
+            found += f", accuracy {event['accuracy']:.1%} ({event['correct']:,} of {event['total']:,})"
         self.facts["validation"] = f"{found} at step {event['step']:,}"
         text = f"step {event['step']}: validation loss {found}"
         if "valid_share" in event:

@@ -11,17 +11,17 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Column, Table
 
-from andon.config.schema import Config
+from andon.config.schema import RunSettings
 from andon.run.events import Event
 from andon.run.terminal import human_bytes, human_count
 
 MOST_PLACES = 4  # slots that the card of a halt names
 
 
-def show_halt(console: Console, config: Config, event: Event) -> None:
+def show_halt(console: Console, config: RunSettings, event: Event) -> None:
     """Print a halt on one screen: what happened, where it was first seen, and what to do. `halt.json` has the rest."""
     lines = [f"[bold]{escape(first_causes(event['cause']))}[/]", ""]
-    samples: list[int] = []
+    samples: list[int | str] = []
     seen: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for found in event["findings"]:
         seen.setdefault((found["rank"], found["host"], found["slot"]), []).append(found)
@@ -37,8 +37,9 @@ def show_halt(console: Console, config: Config, event: Event) -> None:
     lines += ["", f"{state} All findings: {escape(str(config.run.dir / 'halt.json'))}", ""]
     todo = []
     if samples:
-        windows = ",".join(map(str, samples[:8]))
-        todo.append(("look at the samples", f"andon data show {shlex.quote(str(config.run.dir))} --windows {windows}"))
+        option = "--samples" if isinstance(samples[0], str) else "--windows"
+        named = shlex.join([str(config.run.dir), option, ",".join(map(str, samples[:8]))])
+        todo.append(("look at the samples", f"andon data show {named}"))
     todo.append(("go on from there", again()))
     if event["sound"]:
         todo.append(("skip such steps", f"{again()} --on_nonfinite skip"))
@@ -95,23 +96,34 @@ def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> Non
     """Print how a run ended, and what to do next."""
     checkpoint = folder / "checkpoints" / f"checkpoint-{summary['step']}"
     table = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
-    table.add_row("steps", f"{summary['step']:,} · {human_count(summary['tokens'])} tokens")
+    counted = "answers" if "accuracy" in summary else "tokens"
+    table.add_row("steps", f"{summary['step']:,} · {human_count(summary['tokens'])} {counted}")
     table.add_row("loss", f"{summary['loss']:.4f} · validation {summary['validation_loss']:.4f}")
     if skipped := summary.get("skipped"):
         table.add_row("skipped", f"{skipped:,} steps changed no weight, because a gradient was not finite")
     if "seconds" in summary:
-        speed = f"{human_count(summary['tokens_per_s'])} tokens/s on average"
+        speed = f"{human_count(summary['tokens_per_s'])} {counted}/s on average"
         table.add_row(
             "took", f"{_minutes(summary['seconds'])} · {speed} · {human_bytes(summary['peak_memory'])} a worker"
         )
     if "valid_share" in summary:
         known = f"{summary['known']} of them in the training text"
         table.add_row("stories", f"{summary['valid_share']:.0%} of the samples are valid, {known}")
+    if "accuracy" in summary:
+        right = f"{summary['correct']:,} of {summary['total']:,} held-out answers are right"
+        table.add_row("accuracy", f"{summary['accuracy']:.1%} · {right}")
     table.add_row("weights", f"blake3 {summary['weights_blake3'][:16]}… (in summary.json)")
-    table.add_row("checkpoint", escape(str(checkpoint)))
+    result = summary.get("result")
+    table.add_row("result" if result else "checkpoint", escape(str(result or checkpoint)))
     console.print(table)
     console.print("Next:", style="bold")
+    for command in (*_next(checkpoint, summary), f"andon board {folder}"):
+        console.print(f"  {command}", soft_wrap=True, markup=False)
+
+
+def _next(checkpoint: Path, summary: dict[str, Any]) -> list[str]:
+    """What a user may want to do with the model."""
+    if result := summary.get("result"):
+        return [f'andon generate {result} "…"', *([f"andon merge {result}"] if Path(result).name == "adapter" else [])]
     prompt = "Once upon a time," if "valid_share" in summary else "The"
-    console.print(f'  andon generate {checkpoint} "{prompt}"', soft_wrap=True, markup=False)
-    console.print(f"  andon evaluate {checkpoint}", soft_wrap=True, markup=False)
-    console.print(f"  andon board {folder}", soft_wrap=True, markup=False)
+    return [f'andon generate {checkpoint} "{prompt}"', f"andon evaluate {checkpoint}"]

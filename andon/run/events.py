@@ -3,7 +3,8 @@
 An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds: `worker` ·
 `note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `damaged` (a checkpoint) · `lost` (a
 worker) · `generation` (the run goes on with other members) · `stopped` · `halt` · `done`. `metrics.jsonl` holds them
-all. `summary.json` holds the last `done`, `halt.json` the last `halt`.
+all. `summary.json` holds the last `done`, `halt.json` the last `halt`. A gradient server records its session in the
+same way; its `start`, `step` and `done` say what such a server knows.
 """
 
 import json
@@ -35,7 +36,7 @@ FIELDS: Final[dict[str, Fields]] = {
     "start": {"step": int, "transport": str, "floor": (int, float, type(None)), "data": str, "probe": dict},
     "step": {"step": int, **dict.fromkeys(("loss", "tokens", "tokens_per_s", "lr", "grad_norm"), NUMBER)},
     "sample": {"step": int, "text": str},
-    "eval": {"step": int, "loss": NUMBER, "bits_per_byte": NUMBER},
+    "eval": {"step": int, "loss": NUMBER},
     "checkpoint": {"step": int},
     "save_failed": {"step": int, "reason": str, "folder": str, "again": bool},
     "damaged": {"step": int, "reason": str},
@@ -85,7 +86,8 @@ def check_event(found: object, rank: int) -> Event:
     if rank and kind not in FROM_ANY_RANK:
         raise ValueError(f"a {kind!r} event, which only rank 0 reports")
     _check_fields(f"a {kind!r} event", found, {"time": NUMBER, **FIELDS[kind]})
-    optional: Fields = {"valid_share": NUMBER, "known": int, "pid": int, "mfu": NUMBER}
+    optional: Fields = {"valid_share": NUMBER, "known": int, "bits_per_byte": NUMBER, "pid": int}
+    optional |= {"mfu": NUMBER, "accuracy": NUMBER, "correct": int, "total": int, "result": str, "frozen": str}
     _check_fields(f"a {kind!r} event", found, {key: value for key, value in optional.items() if key in found})
     for finding in found["findings"] if kind == "halt" else ():
         _check_fields("a finding", finding, FINDING)

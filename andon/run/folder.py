@@ -10,7 +10,7 @@ from typing import IO
 
 from andon.checkpoint.listing import checkpoint_path, newest, put_back, step_of, steps
 from andon.checkpoint.manifest import Damaged, verify, verify_named
-from andon.config.schema import Config
+from andon.config.schema import RunSettings
 from andon.errors import UserError
 from andon.files import no_follow, write_whole
 
@@ -114,7 +114,7 @@ class RunFolder:
             raise UserError(f"{folder} is not a checkpoint", "It has no manifest.json", remedy)
         return folder
 
-    def begin(self, config: Config) -> None:
+    def begin(self, config: RunSettings) -> None:
         """Write the configuration and remove how an earlier part of the run ended."""
         write_whole(self.folder / "config.yaml", config.to_yaml())
         for name in ("summary.json", "halt.json"):

@@ -1,9 +1,8 @@
-"""The loop of a run: steps, and what happens between them: events, evaluation, samples, the end."""
+"""The loop of a run, of whatever kind: steps, and what happens between them: events, evaluation, the end."""
 
-import contextlib
-import gc
 import resource
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -13,26 +12,20 @@ import torch
 
 from andon.checkpoint.listing import step_of
 from andon.checkpoint.store import weights_blake3
-from andon.config.schema import Config
-from andon.data.batches import Batches
-from andon.data.token_set import TokenSet
+from andon.config.schema import RunSettings
 from andon.engine.membership import MembersChange
 from andon.engine.optimizer import Totals
 from andon.engine.progress import Progress
 from andon.engine.recovery.commit import Settlement
 from andon.engine.trainer import Trainer
 from andon.integrity.halt import JidokaHalt
-from andon.model.llama import Llama
-from andon.run import evaluate as evaluation
 from andon.run.events import Emit, event, no_event
 from andon.run.folder import DamagedCheckpoint, newest_good
-from andon.run.mfu import mfu, peak_of_all
 from andon.transport.base import Group
 
 T = TypeVar("T")
 BUSY = b"busy"
-TEXTS_OF_HALT = 8
-LONGEST_TEXT = 600  # characters of a sample in a halt
+TEXTS_OF_HALT, LONGEST_TEXT = 8, 600  # samples that a halt shows, and characters of each
 HEARTBEAT = 0.2  # seconds between signs of life of a rank 0 that is busy
 
 
@@ -48,23 +41,51 @@ class Books(Protocol):
         ...
 
 
-class Run:
+class Loop(ABC):
     """One rank's run; rank 0 emits events and samples for all."""
 
     def __init__(
-        self, config: Config, tokens: TokenSet, trainer: Trainer, emit: Emit, books: Books | None = None
+        self, config: RunSettings, data: str, trainer: Trainer, emit: Emit, books: Books | None = None
     ) -> None:
-        self.config, self.tokens, self.trainer = config, tokens, trainer
+        self.settings, self.data, self.trainer = config, data, trainer
         self._emit, self._books = emit, books
         self._begun, self._reported = False, 0
-        self.tokenizer = tokens.tokenizer()
-        self.on_stories = config.data.corpus == ("stories",)
-        self._began = self._sampled = self._step_began = time.monotonic()
+        self._began = self._step_began = time.monotonic()
         self._tokens = 0
-        self._peak: float | None = None
-        """Of all GPUs of this generation."""
-        self._just_compiled = self.llama.compiled
         trainer.on_step = self._emit_step
+
+    @abstractmethod
+    def set_first_weights(self) -> None:
+        """Give the model the weights with which the run has begun; rank 0 calls it and sends them to the others."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, Any]:
+        """Emit and give how good the model is on held-out data, with its `loss`; all ranks together."""
+
+    @abstractmethod
+    def end(self, result: dict[str, Any]) -> dict[str, Any]:
+        """What the summary says of the last evaluation and besides, with `samples`; all ranks together."""
+
+    @abstractmethod
+    def texts(self, samples: Sequence[int | str]) -> dict[str, str]:
+        """The beginnings of samples that a halt names, by their names."""
+
+    def floor(self) -> float | None:
+        """The least loss that the data allows, if that is known."""
+        return None
+
+    def step_facts(self, tokens_per_s: float) -> dict[str, Any]:
+        """What a `step` event says besides loss, tokens and times."""
+        return {}
+
+    def generation_begins(self) -> None:  # noqa: B027 (not every kind does something)
+        """What is done when a generation begins; all ranks together."""
+
+    def before_first_step(self) -> None:  # noqa: B027
+        """What a run does before it trains; all ranks together."""
+
+    def between_steps(self) -> None:  # noqa: B027
+        """What happens after a step that is not the last, besides evaluation."""
 
     @property
     def is_rank_0(self) -> bool:
@@ -87,38 +108,33 @@ class Run:
         try:
             self._loop()
         except JidokaHalt as halt:
-            self.emit(event("halt", **halt.fields(), data=self.tokens.digest, texts=self._texts(halt)))
+            named = dict.fromkeys(sample for finding in halt.findings for sample in finding.samples)
+            texts = self.texts(list(named)[:TEXTS_OF_HALT])
+            self.emit(event("halt", **halt.fields(), data=self.data, texts=texts))
             if self.trainer.checkpointer:
                 self.trainer.checkpointer.after_halt(halt)
             raise
 
-    def _texts(self, halt: JidokaHalt) -> dict[str, str]:
-        """The beginnings of the first samples that a halt names, by window."""
-        context = self.config.train.context
-        windows = dict.fromkeys(window for finding in halt.findings for window in finding.samples)
-        read = [(window, self.tokens.read(window * context, context)) for window in list(windows)[:TEXTS_OF_HALT]]
-        return {str(window): self.tokenizer.decode(tokens.tolist())[:LONGEST_TEXT] for window, tokens in read}
-
     def _begin(self) -> None:
         """The run starts, or resumes: its first generation begins."""
-        transport, data, progress = self.config.group.transport, self.tokens.digest, self.trainer.progress
+        config, progress = self.settings, self.trainer.progress
         self.emit(
             event(
                 "start",
                 step=progress.step,
-                transport=transport,
+                transport=config.group.transport,
                 floor=self.floor(),
-                data=data,
-                probe=dict(self.config.probe),
-                steps=self.config.train.steps,
+                data=self.data,
+                probe=dict(config.probe),
+                steps=config.train.steps,
                 workers=self.group.world_size,
                 generation=self.group.generation,
-                parameters=self.config.shape.parameters,
-                model=self.config.model.preset,
+                parameters=sum(value.numel() for value in self.trainer.model.arena.parameters.values()),
+                model=Path(config.model_name).name,
+                frozen=self.trainer.model.frozen,
             )
         )
-        if self.llama.compute == torch.bfloat16:  # the peaks are those of bf16
-            self._peak = peak_of_all(self.group, self.trainer.model.arena.device)
+        self.generation_begins()
         self._begun, self._reported = True, progress.step
 
     def go_on(self, settled: Settlement, recorded: int, since: float) -> None:
@@ -147,7 +163,7 @@ class Run:
     def _go_back(self, settled: Settlement) -> None:
         """A part of the state is lost: all go back to the newest checkpoint, or to the first weights."""
         trainer, damaged = self.trainer, list[DamagedCheckpoint]()
-        folder = self.config.run.dir / "checkpoints"
+        folder = self.settings.run.dir / "checkpoints"
         found = while_others_wait(self.group, lambda: newest_good(folder, damaged))
         path = self.group.all_gather_bytes(str(found or "").encode())[0].decode()
         for damage in damaged:
@@ -156,7 +172,8 @@ class Run:
         if path:
             trainer.resume(Path(path))
         else:
-            self.llama.initialise(self.config.seed)
+            while_others_wait(self.group, self.set_first_weights)
+            self.group.broadcast(trainer.model.arena.weights, src=0)
             trainer.optimizer.rule.weights_changed(set(trainer.model.arena.parameters))
             trainer.progress.restore(Progress().fields())
             trainer.optimizer.go_on_from(0)
@@ -175,20 +192,22 @@ class Run:
             self._reported = until
 
     def _loop(self) -> None:
-        steps, progress, optimizer = self.config.train.steps, self.trainer.progress, self.trainer.optimizer
+        steps, progress, optimizer = self.settings.train.steps, self.trainer.progress, self.trainer.optimizer
+        if not progress.step:
+            self.before_first_step()
         while progress.step < steps:
             self._step_began = time.monotonic()
             self.trainer.train_step()
-            if self._just_compiled:
-                gc.freeze()  # the compiler leaves very many objects: to look through them takes half a second
-                self._just_compiled = False
             self._report(progress.step - 1)  # nobody has come to this step who has not committed the one before
             if optimizer.stop.agreed:
                 self._end()
                 self.emit(event("stopped", step=progress.step))
                 return
             if progress.step < steps:
-                self._between_steps()
+                every = self.settings.eval.every
+                if every and progress.step % every == 0:
+                    self.evaluate()
+                self.between_steps()
                 if optimizer.change.agreed:
                     self._before_change()
                     raise MembersChange
@@ -211,7 +230,6 @@ class Run:
         rate = totals.tokens / (time.monotonic() - self._step_began)
         self._tokens += totals.tokens
         phases = self.trainer.model.phases
-        used = {} if self._peak is None else {"mfu": round(mfu(self.config.shape, rate, self._peak), 4)}
         skipped = {} if totals.sound else {"skipped": totals.complaint}
         self.emit(
             event(
@@ -224,62 +242,10 @@ class Run:
                 grad_norm=totals.norm,
                 **{f"{phase}_ms": round(milliseconds, 3) for phase, milliseconds in phases.milliseconds.items()},
                 **({"rank_ms": phases.of_ranks} if phases.of_ranks else {}),
-                **used,
+                **self.step_facts(rate),
                 **skipped,
             )
         )
-
-    def _between_steps(self) -> None:
-        every, seconds, step = (self.config.eval.every, self.config.eval.sample_every, self.trainer.progress.step)
-        if every and step % every == 0:
-            self.evaluate()
-        if self.is_rank_0 and seconds and time.monotonic() - self._sampled > seconds:
-            self.emit(event("sample", step=step, text=self.write(1, seed=step)[0]))
-            self._sampled = time.monotonic()
-
-    def evaluate(self) -> dict[str, Any]:
-        """Loss on held-out windows and, for the built-in stories, the share of valid samples."""
-        trainer, batches = self.trainer, self.trainer.batches
-        assert isinstance(batches, Batches)
-        with self._eager():
-            windows = batches.validation(self.config.eval.windows)
-            loss = evaluation.validation_loss(self.llama, windows, self.group)
-        bits = evaluation.bits_per_byte(loss, self.tokens.bytes_per_token)
-        result: dict[str, Any] = {"step": trainer.progress.step, "loss": loss, "bits_per_byte": bits}
-        if self.on_stories and self.config.eval.stories:
-            score = while_others_wait(self.group, self.story_score)
-            result |= {"valid_share": score.valid_share, "known": score.known} if score else {}
-        self.emit(event("eval", **result))
-        return result
-
-    @property
-    def llama(self) -> Llama:
-        model = self.trainer.model.module
-        assert isinstance(model, Llama)
-        return model
-
-    def story_score(self) -> evaluation.StoryScore:
-        """The valid share of sampled stories, and how many of them the training text holds."""
-        samples = self.write(self.config.eval.stories, self.config.seed)
-        return evaluation.story_score(samples, self.config.seed, self.config.data.stories)
-
-    def floor(self) -> float | None:
-        """The least loss that the built-in stories allow: the grammar's entropy per token."""
-        if not self.on_stories:
-            return None
-        return evaluation.loss_floor(self.config.data.stories, self.tokens.token_count)
-
-    def write(self, count: int, seed: int) -> list[str]:
-        """Sample texts from the model as it is."""
-        with self._eager():
-            temperature = self.config.eval.temperature
-            return evaluation.write(self.llama, self.tokenizer, count, temperature, seed)
-
-    def _eager(self) -> contextlib.AbstractContextManager[Any]:
-        """Sampling has other shapes at every token: compiled blocks would be compiled again and again."""
-        # It loads torch's compiler, 1.5 s, so only where it is loaded already.
-        compiled = self.llama.compiled
-        return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
     def _cost(self, peaks: list[int]) -> dict[str, float]:
         """What this part of the run took; `peak_memory` is that of the worker that held most."""
@@ -292,26 +258,22 @@ class Run:
         if self.trainer.checkpointer:
             self.trainer.checkpointer.after(progress.step, last=True)  # again, if members have changed meanwhile
         result = self.evaluate()
-        samples = while_others_wait(self.group, lambda: self.write(3, seed=progress.step))
-        peaks = [
-            int(peak)
-            for peak in self.group.all_gather_bytes(str(peak_memory(self.trainer.model.arena.device)).encode())
-        ]
+        more = self.end(result)
+        peak = peak_memory(self.trainer.model.arena.device)
+        peaks = [int(each) for each in self.group.all_gather_bytes(str(peak).encode())]
         if self.is_rank_0:
             summary = {
                 "step": progress.step,
                 "tokens": progress.tokens,
                 "loss": progress.loss,
                 "validation_loss": result["loss"],
-                "bits_per_byte": result["bits_per_byte"],
                 "weights_blake3": weights_blake3(self.trainer.model.arena.parameters),
-                "transport": self.config.group.transport,
+                "transport": self.settings.group.transport,
                 "workers": self.group.world_size,
                 "skipped": progress.skipped,
                 **self._cost(peaks),
             }
-            summary |= {key: result[key] for key in ("valid_share", "known") if key in result}
-            self.emit(event("done", **summary, samples=samples))
+            self.emit(event("done", **summary, **more))
         self._end()
 
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Column, Table
 
-from andon.config.schema import Config
+from andon.config.schema import Config, RunSettings
 from andon.run.plan import Memory, cost_of_a_loss, make_plan
 from andon.run.terminal import human_bytes, human_count
 
@@ -22,7 +22,7 @@ def show_plan(console: Console, config: Config) -> None:
     plan, train, shape = make_plan(config), config.train, config.shape
     table = Table.grid(Column(style="bold"), "", padding=(0, 2))
     width = f"{shape.layers} blocks of width {shape.hidden}"
-    table.add_row("model", f"{config.model.preset} · {human_count(plan.parameters)} parameters · {width}")
+    table.add_row("model", f"{escape(config.model_name)} · {human_count(plan.parameters)} parameters · {width}")
     table.add_row("data", f"{escape(', '.join(config.data.corpus))} · tokenizer {escape(config.data.tokenizer)}")
     batch = f"{train.slots} slots × {train.micro_batch} windows × {train.context} tokens"
     table.add_row("step", f"{plan.tokens_per_step:,} tokens = {batch}")
@@ -32,7 +32,7 @@ def show_plan(console: Console, config: Config) -> None:
     table.add_row("memory", f"about {human_bytes(plan.memory.total)} a worker: {_parts(plan.memory)}")
     if plan.sent:
         table.add_row("traffic", f"{human_bytes(plan.sent)} a step and rank")
-    table.add_row("a loss", cost_of_a_loss(config))
+    table.add_row("a loss", cost_of_a_loss(config, make_plan))
     table.add_row("folder", escape(str(config.run.dir)))
     panel = Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False)
     console.print(panel if console.is_terminal else table)
@@ -50,14 +50,15 @@ def show_corpus_plan(console: Console, config: Config, documents: int, tokens: i
         console.print(f"Each window is read {epochs:.0f} times: more text, or fewer --train.steps", style="yellow")
 
 
-def machine_notes(config: Config) -> Iterator[str]:
+def machine_notes(config: RunSettings) -> Iterator[str]:
     """Where a run does not fit this machine, or leaves much of it idle."""
-    plan, busy = make_plan(config), config.workers * config.threads
+    busy = config.workers * config.threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.device == "cuda":
         return
-    needed, free = plan.memory.of_all(config.workers), psutil.virtual_memory().available
-    if needed > free:
+    # The memory of fine-tuning is known to whoever has loaded torch: `andon plan --finetune`.
+    needed = make_plan(config).memory.of_all(config.workers) if isinstance(config, Config) else 0
+    if needed > (free := psutil.virtual_memory().available):
         remedy = "`andon plan` shows which settings take less"
         yield f"Memory: all workers need {human_bytes(needed)}, and {human_bytes(free)} are free here; {remedy}"
     if busy > cores:

@@ -10,17 +10,18 @@ Traffic is what one rank sends in a step, on average over the ranks; in shared m
 memory and others'. Norms and fingerprints are left out: less than a thousandth.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeVar
 
-from andon.config.load import build
-from andon.config.schema import MOST_SLOTS, Config
-from andon.engine.order import Order, make_order
+from andon.config.load import merge, validate
+from andon.config.schema import MOST_SLOTS, Config, RunSettings
+from andon.engine.order import make_order
 from andon.model.shape import Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic
 
+C = TypeVar("C", bound=RunSettings)
 PROGRAM: Final = 12_000_000
 """What Python, torch and Andon take in every worker for itself."""
 SHARED: Final = 264_000_000
@@ -76,28 +77,62 @@ class Plan:
         return plan
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What is trained: the parameters of each block and of each other unit, and how they are kept."""
+
+    blocks: Sequence[int]
+    others: Sequence[int]
+    weights: Literal["f32", "bf16"] = "f32"
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return sum(self.blocks) + sum(self.others)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight in the model."""
+        return 2 if self.weights == "bf16" else 4
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that AdamW keeps for a weight: two f32 moments, and an f32 master of one that is rounded."""
+        return 12 if self.weights == "bf16" else 8
+
+
 def make_plan(config: Config) -> Plan:
     """The arithmetic of a configuration."""
-    shape, order = config.shape, make_order(config.train.slots, config.workers)
+    shape = config.shape
+    others = [shape.hidden] + [shape.vocab * shape.hidden] * (1 if shape.tied else 2)
+    trained = Trained([shape.block_parameters] * shape.layers, others, config.train.weights)
+    activations = live_activations(shape, config.train.micro_batch) + widened(config)
+    tokens = config.tokens_per_step
+    memory = memory_of(config, trained, activations)
+    return Plan(shape.parameters, tokens, tokens * config.train.steps, memory, sent(config, trained))
+
+
+def memory_of(config: RunSettings, trained: Trained, activations: int, frozen: int = 0) -> Memory:
+    """What a worker holds, with so many bytes of live activations and of weights that are not trained."""
+    order = make_order(config.train.slots, config.workers)
     accumulate = config.group.wire == "f32"
     rows = max(order.rows(rank, accumulate) for rank in range(config.workers))
     on_host = config.device != "cuda"
-    memory = Memory(
+    weights = trained.weight_bytes * trained.parameters
+    return Memory(
         program=PROGRAM + SHARED // config.workers if on_host else 0,
-        weights=weight_bytes(config) * shape.parameters,
-        gradients=4 * shape.parameters * rows,
-        optimizer=state_bytes(config) * owned(config),
-        activations=round(ALLOCATOR * (live_activations(shape, config.train.micro_batch) + widened(config))),
-        exchange=exchange_buffers(config),
-        snapshot=state_bytes(config) * saved(config) if on_host else 0,
-        weights_snapshot=weight_bytes(config) * shape.parameters if on_host else 0,
+        weights=weights + frozen,
+        gradients=4 * trained.parameters * rows,
+        optimizer=trained.state_bytes * owned(config, trained),
+        activations=round(ALLOCATOR * activations),
+        exchange=exchange_buffers(config, trained),
+        snapshot=trained.state_bytes * saved(config, trained) if on_host else 0,
+        weights_snapshot=weights if on_host else 0,
     )
-    tokens = config.tokens_per_step
-    return Plan(shape.parameters, tokens, tokens * config.train.steps, memory, sent(config, order))
 
 
-def cost_of_a_loss(config: Config) -> str:
-    """What the loss of one worker costs with these settings, in one sentence."""
+def cost_of_a_loss(config: C, make: Callable[[C], Plan] | None = None) -> str:
+    """What the loss of one worker costs with these settings, in one sentence; `make` makes their plan."""
     zero, every = config.zero.resolve(config.group.transport), config.checkpoint.every
     back = f"all go back to the newest checkpoint, {f'up to {every:,} steps' if every else 'or to the first step'}"
     if not TRANSPORTS[config.group.transport].goes_on:
@@ -108,19 +143,12 @@ def cost_of_a_loss(config: Config) -> str:
         return "no committed step: every worker has all of the state"
     if config.zero.replicas > 1:
         return "no committed step, unless two neighbours are lost at once: each part of the state is on two workers"
+    text = f"{back}; --zero.replicas 2 would lose none"
+    if make is None:
+        return text
     replicas = config.model_copy(update={"zero": config.zero.model_copy(update={"replicas": 2})})
-    more = make_plan(replicas).memory.total - make_plan(config).memory.total
-    return f"{back}; --zero.replicas 2 would lose none, for {more / 1e6:,.1f} MB more a worker"
-
-
-def weight_bytes(config: Config) -> int:
-    """Bytes of a weight in the model."""
-    return 2 if config.train.weights == "bf16" else 4
-
-
-def state_bytes(config: Config) -> int:
-    """Bytes that AdamW keeps for a weight: two f32 moments, and an f32 master of one that is rounded."""
-    return 12 if config.train.weights == "bf16" else 8
+    more = make(replicas).memory.total - make(config).memory.total
+    return f"{text}, for {more / 1e6:,.1f} MB more a worker"
 
 
 def widened(config: Config) -> int:
@@ -142,36 +170,34 @@ def live_activations(shape: Shape, windows: int) -> int:
     return 4 * windows * shape.context * (shape.layers * block + end)
 
 
-def saved(config: Config) -> int:
+def saved(config: RunSettings, trained: Trained) -> int:
     """Parameters whose moments a rank saves; the rank that saves most."""
     policy = "even" if config.zero.policy == "off" else config.zero.policy
     zero = config.zero.model_copy(update={"policy": policy, "replicas": 1})
-    return owned(config.model_copy(update={"zero": zero}))
+    return owned(config.model_copy(update={"zero": zero}), trained)
 
 
-def owned(config: Config) -> int:
+def owned(config: RunSettings, trained: Trained) -> int:
     """Parameters whose moments a rank holds, replicas included; the rank that holds most."""
-    shape, workers, policy = config.shape, config.workers, config.zero.policy
+    workers, policy = config.workers, config.zero.policy
     replicas = min(config.zero.replicas, workers)
     if policy == "off":
-        return shape.parameters
+        return trained.parameters
     if policy == "even":
-        return -(-shape.parameters * replicas // workers)
-    others = [shape.hidden] + [shape.vocab * shape.hidden] * (1 if shape.tied else 2)
+        return -(-trained.parameters * replicas // workers)
     assert policy != "auto", "a plan is made of a configuration without open choices"
-    own = UnitOwners.of(policy, [shape.block_parameters] * shape.layers, others, workers).parameters
+    own = UnitOwners.of(policy, trained.blocks, trained.others, workers).parameters
     return max(sum(own[rank - back] for back in range(replicas)) for rank in range(workers))
 
 
-def exchange_buffers(config: Config) -> int:
+def exchange_buffers(config: RunSettings, trained: Trained) -> int:
     """What the transport holds besides the gradients themselves."""
     if config.workers == 1:
         return 0
-    largest_unit = 4 * max(config.shape.block_parameters, config.shape.vocab * config.shape.hidden)
-    return TRANSPORTS[config.group.transport].buffers(largest_unit)
+    return TRANSPORTS[config.group.transport].buffers(4 * max((*trained.blocks, *trained.others)))
 
 
-def sent(config: Config, order: Order) -> int:
+def sent(config: RunSettings, trained: Trained) -> int:
     """Bytes that a rank sends in a step: gradients, and with ZeRO the weights that it has updated."""
     workers, zero = config.workers, config.zero
     if workers == 1:
@@ -180,20 +206,20 @@ def sent(config: Config, order: Order) -> int:
     rounded = config.group.wire == "bf16" and transport.rounds_on_wire
     traffic = Traffic(
         workers,
-        rows=len(order.leaves) / workers,
-        gradient=config.shape.parameters * (2 if rounded else 4),
+        rows=len(make_order(config.train.slots, workers).leaves) / workers,
+        gradient=trained.parameters * (2 if rounded else 4),
         whole_sum=zero.policy == "off" or zero.replicas > 1,
-        weights=0 if zero.policy == "off" else config.shape.parameters * weight_bytes(config),
+        weights=0 if zero.policy == "off" else trained.parameters * trained.weight_bytes,
     )
     return round(transport.bytes_sent(traffic))
 
 
-def changes(config: Config) -> list[tuple[dict[str, Any], Plan]]:
+def changes(config: C, make: Callable[[C], Plan]) -> list[tuple[dict[str, Any], Plan]]:
     """What other settings would change: each with the plan it would give."""
-    return [(keys, make_plan(_with(config, keys))) for keys in _other_settings(config)]
+    return [(keys, make(_with(config, keys))) for keys in _other_settings(config)]
 
 
-def _other_settings(config: Config) -> Iterator[dict[str, Any]]:
+def _other_settings(config: RunSettings) -> Iterator[dict[str, Any]]:
     slots, micro_batch, workers = config.train.slots, config.train.micro_batch, config.workers
     for count in sorted(count for count in {workers, 1, 2, 4, 8} if count <= slots):
         for policy in ("off", "even") if count > 1 else ("off",):
@@ -203,17 +229,21 @@ def _other_settings(config: Config) -> Iterator[dict[str, Any]]:
         yield {"zero.policy": "even", "zero.replicas": 2}
     if micro_batch % 2 == 0 and 2 * slots <= MOST_SLOTS:
         yield {"train.micro_batch": micro_batch // 2, "train.slots": 2 * slots}
-    yield {"train.weights": "f32" if config.train.weights == "bf16" else "bf16"}
+    if isinstance(config, Config):
+        yield {"train.weights": "f32" if config.train.weights == "bf16" else "bf16"}
     for name, transport in TRANSPORTS.items() if workers > 1 else ():
-        if transport.connects and name != config.group.transport:
+        if transport.connects and not transport.joins_server and name != config.group.transport:
             yield {"group.transport": name}
     if workers > 1 and config.group.wire == "f32" and TRANSPORTS[config.group.transport].rounds_on_wire:
         yield {"group.wire": "bf16"}
 
 
-def _with(config: Config, keys: dict[str, Any]) -> Config:
+def _with(config: C, keys: dict[str, Any]) -> C:
     """The configuration with other values; one worker is `local`, several of them are not."""
     values = config.model_dump()
+    values["min_workers"] = min(config.min_workers, keys.get("workers", config.workers))
     if keys.get("workers", 1) > 1 and not TRANSPORTS[config.group.transport].connects:
         values["group"]["transport"] = "auto"
-    return build(values, keys).on_this_machine()
+    if "group.transport" in keys:
+        values["group"]["server"] = ""
+    return validate(merge(values, keys, type(config)), type(config)).on_this_machine()

@@ -1,8 +1,9 @@
-"""From a configuration to tokens on disk, with a progress bar."""
+"""From a configuration to tokens on disk, with a progress bar, and to batches of them."""
 
 from rich.console import Console
 
 from andon.config.schema import Config
+from andon.data.batches import Batches
 from andon.data.build import Corpus, prepare
 from andon.data.token_set import TokenSet
 from andon.run.display import byte_progress
@@ -25,3 +26,9 @@ def prepare_tokens(config: Config, console: Console) -> TokenSet:
     if replaced := tokens.meta["replaced"]:
         console.print(f"{replaced:,} places were no valid UTF-8 and read as U+FFFD", style="yellow")
     return tokens
+
+
+def build_batches(config: Config, tokens: TokenSet) -> Batches:
+    """The batches of a run, a pure function of step and slot."""
+    train = config.train
+    return Batches(tokens, config.seed, train.slots, train.micro_batch, train.context, config.data.validation)

@@ -4,9 +4,10 @@ writes and the run's launcher reads."""
 import json
 from pathlib import Path
 
-from andon.config.load import load
+from andon.config.load import load_run
 from andon.errors import UserError
 from andon.files import write_whole
+from andon.transport.base import TRANSPORTS
 
 FILE = "workers"
 
@@ -33,7 +34,10 @@ class Wish:
 
 def wish(folder: Path, workers: int) -> None:
     """`andon resize`: have a run go on with so many workers."""
-    slots = load(folder / "config.yaml").train.slots
+    config = load_run(folder / "config.yaml")
+    if fixed := TRANSPORTS[config.group.transport].fixed:
+        raise UserError(f"{folder} cannot be resized", fixed, "Stop it, and start it again with other --workers")
+    slots = config.train.slots
     if not 1 <= workers <= slots:
         cause = f"Each needs at least one of the {slots} slots of a step"
         raise UserError(f"{folder} cannot go on with {workers} workers", cause, f"Give a number from 1 to {slots}")

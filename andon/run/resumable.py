@@ -4,36 +4,55 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from andon.config.schema import Config
+from andon.config.schema import RunSettings
 from andon.errors import UserError
 from andon.integrity.probe import differing
 
-FIXED = ("seed", "data.validation", "model", "train.slots", "train.micro_batch", "train.context", "train.weights")
+FIXED = (
+    "seed",
+    "data.validation",
+    "model",
+    "lora",
+    "train.slots",
+    "train.micro_batch",
+    "train.context",
+    "train.weights",
+)
 """With other values a run would have another model, or see some samples twice and others never."""
 FREE = ("train", "optim", "on_nonfinite", "max_skips", "numerics", "deterministic", "group.wire")
 """Other values of these change the weights from here on: they are named."""
-ANOTHER = "model.preset"
-"""The name of a shape; what it stands for is compared itself."""
+NAMES = ("model.preset", "model.from", "model")
+"""Names of a shape or of a folder; what they stand for is compared itself."""
 
 
 def check_resumable(
-    config: Config, data: str, note: Callable[[str], None], folder: Path, state: Mapping[str, Any]
+    config: RunSettings, digests: tuple[str, str], note: Callable[[str], None], folder: Path, state: Mapping[str, Any]
 ) -> None:
-    """Refuse a checkpoint that was trained otherwise; note what is allowed to be different, and is."""
+    """Refuse a checkpoint that was trained otherwise; note what is allowed to be different, and is.
+
+    The digests are those of the data, and of the weights that are not trained."""
+    data, frozen = digests
     if "config" not in state or "data" not in state:
         raise UserError(
             f"{folder} is not a checkpoint of `andon train`",
             "A script saved it",
             "Load it there with andon.load, or choose another --run.dir",
         )
+    if isinstance(state["config"].get("model"), str) != isinstance(config.model, str):
+        cause = "One of them is a run of `andon train`, the other of `andon finetune`"
+        raise UserError(f"{folder} is a checkpoint of another kind of run", cause, "Choose another --run.dir")
     if state["data"] != data:
         raise UserError(
             f"{folder} was trained on other data",
             f"Its tokens have digest {state['data'][:12]}, these {data[:12]}",
             "Give the same corpus, or start afresh with --resume none",
         )
+    if state.get("frozen", "") != frozen:
+        cause = "The weights that are not trained are not those of before"
+        remedy = "Give the model that the run began with, or start afresh with --resume none"
+        raise UserError(f"{folder} was trained with another model", cause, remedy)
     before, now = dict(_flat(state["config"])), dict(_flat(config.model_dump(mode="json")))
-    changed = [key for key in before.keys() & now.keys() if before[key] != now[key] and key != ANOTHER]
+    changed = [key for key in before.keys() & now.keys() if before[key] != now[key] and key not in NAMES]
     if refused := _arrows(before, now, [key for key in changed if _within(key, FIXED)]):
         raise UserError(
             f"{folder} was trained with other settings: {refused}",

@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # the launcher, the coordinator and the configuration read th
     from andon.transport.keys import LinkKeys
     from andon.transport.tcp.entrance.tls import Tls
 
+Units = Sequence[tuple[str, tuple[int, ...]]]
+"""The name of each unit, and the elements of its parameters, padding included."""
 INLINE_BYTES: Final = 252
 SMALL_MESSAGE: Final = struct.Struct(f"<I{INLINE_BYTES}s")
 """A small message: its length and its first bytes."""
@@ -207,6 +209,10 @@ class Group(ABC):
         """Copy `flat` from one rank to all."""
         self.all_gather(flat, [0] * (src + 1) + [flat.numel()] * (self.world_size - src))
 
+    def exchange_order(self, units: Units) -> Sequence[int]:
+        """A model will reduce these units in every step: in which order. Every rank calls it."""
+        return range(len(units))
+
     def allocate(self, rows: int, size: int) -> torch.Tensor:
         """A zeroed buffer of (rows, size) floats where this transport exchanges best; every rank calls it."""
         import torch
@@ -249,7 +255,7 @@ class Transport:
 
     name: str
     group: str
-    """Module, within `andon.transport`, and class of its group; imported when a group is opened."""
+    """Module, within `andon`, and class of its group; imported when a group is opened."""
     bytes_sent: Callable[[Traffic], float]
     """Bytes that a rank sends in a step, on average over the ranks."""
     buffers: Callable[[int], int] = lambda unit: SCRATCH_BYTES
@@ -257,7 +263,9 @@ class Transport:
     connects: bool = True
     """Whether it connects several workers."""
     needs_server: bool = False
-    """Whether the ranks need a server process."""
+    """Whether the run starts a server process for its ranks."""
+    joins_server: bool = False
+    """Whether the ranks join a gradient server that is there already: `group.server`."""
     uses_worker_cores: bool = False
     """Whether a collective computes on the workers' own cores, so that a gather in the background does not pay."""
     reduce_preserves_inputs: bool = False
@@ -271,10 +279,15 @@ class Transport:
     zero_pays: bool = True
     """Whether `zero.policy: auto` shares out the optimizer state: does the gather cost less than the update saves?"""
 
+    @property
+    def fixed(self) -> str:
+        """Why the loss of a worker ends a run, if it does."""
+        return "" if self.goes_on else f"The members of a group over {self.name} cannot change"
+
     def open(self, rendezvous: Rendezvous, settings: Settings) -> Group:
         """Open a group with everyone at the rendezvous."""
         module, _, name = self.group.partition(":")
-        group: type[Group] = getattr(import_module(f"andon.transport.{module}"), name)
+        group: type[Group] = getattr(import_module(f"andon.{module}"), name)
         return group.open(rendezvous, settings)
 
 
@@ -289,12 +302,22 @@ def _to_server(traffic: Traffic) -> float:
     return traffic.rows * traffic.gradient + traffic.weights / traffic.workers
 
 
+def _round_a_ring(traffic: Traffic) -> float:
+    """Every rank adds up its rows and sends one of them."""
+    return _by_parts(replace(traffic, rows=1))
+
+
+def _to_protocol2_server(traffic: Traffic) -> float:
+    """Every rank sends one row, and the weights that it has updated round a ring."""
+    return traffic.gradient + traffic.weights * (traffic.workers - 1) / traffic.workers
+
+
 TRANSPORTS: Final[dict[str, Transport]] = {
     each.name: each
     for each in (
         Transport(
             "local",
-            "local:LocalGroup",
+            "transport.local:LocalGroup",
             lambda traffic: 0,
             buffers=lambda unit: 0,
             connects=False,
@@ -303,22 +326,26 @@ TRANSPORTS: Final[dict[str, Transport]] = {
         ),
         Transport(
             "shm",
-            "shm.group:ShmGroup",
+            "transport.shm.group:ShmGroup",
             _by_parts,
             uses_worker_cores=True,
             reduce_preserves_inputs=True,
             rounds_on_wire=False,
             goes_on=True,
         ),
-        Transport("star", "tcp.star:StarGroup", _to_server, needs_server=True, goes_on=True, zero_pays=False),
+        Transport("star", "transport.tcp.star:StarGroup", _to_server, needs_server=True, goes_on=True, zero_pays=False),
+        Transport("ring", "transport.tcp.ring:RingGroup", _round_a_ring, one_order=False, goes_on=True),
+        Transport("torch", "transport.torch_dist:TorchGroup", _by_parts, buffers=lambda unit: unit),
         Transport(
-            "ring",
-            "tcp.ring:RingGroup",
-            lambda traffic: _by_parts(replace(traffic, rows=1)),
+            "protocol2",
+            "protocol2.group:Protocol2Group",
+            _to_protocol2_server,
+            buffers=lambda unit: unit,
+            joins_server=True,
+            rounds_on_wire=False,
             one_order=False,
-            goes_on=True,
+            zero_pays=False,
         ),
-        Transport("torch", "torch_dist:TorchGroup", _by_parts, buffers=lambda unit: unit),
     )
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from andon.engine.order import Order
-from andon.transport.base import Group, Rendezvous, Settings
+from andon.transport.base import Group, Rendezvous, Settings, Units
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,9 @@ class ChangingGroup(Group):
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self.now.all_reduce(nodes, order)
+
+    def exchange_order(self, units: Units) -> Sequence[int]:
+        return self.now.exchange_order(units)
 
     def allocate(self, rows: int, size: int) -> torch.Tensor:
         return self.now.allocate(rows, size)

@@ -35,7 +35,7 @@ class Mutant:
 
 def everything() -> list[Mutant]:
     """All mutants, by room."""
-    from tests.mutants import checkpoints, foundations, generations, runs, steps, tools, transports
+    from tests.mutants import checkpoints, foundations, generations, protocol2, runs, steps, tools, transports, tuning
 
-    rooms = (foundations, runs, steps, checkpoints, transports, generations, tools)
+    rooms = (foundations, runs, steps, checkpoints, transports, generations, tools, protocol2, tuning)
     return [mutant for room in rooms for mutant in room.MUTANTS]

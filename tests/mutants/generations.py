@@ -137,4 +137,28 @@ MUTANTS = [
         'if message["generation"] >= 0:',
         ("test_ledger.py::test_a_worker_that_says_twice_that_it_has_left_leaves_one_generation",),
     ),
+    Mutant(
+        "old-link-counts",
+        "A member that comes back before its old link is found dead is refused.",
+        "control/coordinator.py",
+        "if known := self.succession.member_in(worker, generation):",
+        "if known := None:",
+        ("test_returns.py::test_members_are_known_before_their_old_links_are_found_dead",),
+    ),
+    Mutant(
+        "begin-said-once",
+        "A generation that a member has not heard of is not told again.",
+        "control/generations/succession.py",
+        'member.link.queue("begin", **member.begin)',
+        "pass",
+        ("test_returns.py::test_a_generation_that_a_member_has_not_heard_of_is_told_again",),
+    ),
+    Mutant(
+        "refused-unheard",
+        "A refused worker's link is closed on what it still sends.",
+        "control/coordinator.py",
+        "self._loop.dismiss(worker.link)",
+        "self._loop.drop(worker.link)",
+        ("test_returns.py::test_another_process_is_refused_and_hears_why_whatever_it_sends",),
+    ),
 ]

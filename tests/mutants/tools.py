@@ -27,8 +27,8 @@ MUTANTS = [
         "bulk-forgets-mfu",
         "Steps that are read in bulk have no MFU.",
         "board/history.py",
-        'mfu[1] if mfu else b"nan"',
-        'b"nan"',
+        "last[2] if last and last[1] == name.encode()",
+        'last[2] if last and last[1] == b"accuracy"',
         (f"{BOARD}test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_then_read_whole",),
     ),
     Mutant(

@@ -50,6 +50,10 @@ class RandomBatches:
         """They have no numbers."""
         return []
 
+    def name(self, window: int) -> int:
+        """Nor names."""
+        return window
+
 
 def initialised(shape: Shape) -> Llama:
     """The model, the same every time."""

@@ -3,7 +3,7 @@ import { Chart, count, shown, smooth } from "./charts.js";
 import { $, make, showFigures, showHalt, showLamps, showLanes, showNotes, showSamples, showSaves, showStatus, showStrip } from "./panels.js";
 
 const COLORS = ["--optimizer", "--save", "--backward", "--exchange", "--forward"];
-const SMALL = ["tokens_per_s", "grad_norm", "lr", "mfu"];
+const OPTIONAL = ["mfu", "accuracy"], SMALL = ["tokens_per_s", "grad_norm", "lr", ...OPTIONAL];
 const MOST_POINTS = 2400;
 const page = { runs: [], key: "", run: null, compared: new Map(), range: null, zoomed: null, log: null, stream: null, drawn: 0 };
 
@@ -130,11 +130,11 @@ function render(curves = true) {
   if (lossChart.index == null) showLegend(null);
   const first = curve.loss.find(value => value != null);
   $("loss-chart").setAttribute("aria-label", `Training loss from ${shown(first)} at step ${count(curve.step[0])} to ${shown(last.loss)} at step ${count(last.step)}. Arrow keys read it out.`);
-  const mfu = curve.mfu?.some(value => value != null);
-  $("mfu-panel").hidden = !mfu;
-  document.querySelector(".grid").classList.toggle("mfu", !!mfu);
+  const missing = OPTIONAL.filter(name => !curve[name]?.some(value => value != null));
+  for (const name of OPTIONAL) $(`${name}-panel`).hidden = missing.includes(name);
+  document.querySelector(".grid").classList.toggle("four", missing.length < OPTIONAL.length);
   for (const name of SMALL) {
-    if ((name === "mfu" && !mfu) || !isSeen($(`c-${name}`))) continue;
+    if (missing.includes(name) || !isSeen($(`c-${name}`))) continue;
     const raw = { label: name, x: view.step, y: view[name] ?? [], color: "--blue", low: view[`${name}_low`], high: view[`${name}_high`] }, trend = smooth(raw.y);
     charts[name].show(name === "lr" || trend === raw.y ? [{ ...raw, width: 1.5 }] : [{ ...raw, width: 1, alpha: "4d" }, { ...raw, y: trend, low: null, high: null, width: 1.6, quiet: true }], options);
     if (charts[name].index == null) $(`v-${name}`).textContent = shown(last[name]);

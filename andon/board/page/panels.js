@@ -70,6 +70,7 @@ export function showFigures(state, last) {
   add("Loss", shown(last.loss), status.floor ? `floor ${shown(status.floor, 3)}` : "of the last step");
   if (tested) add("Validation", shown(tested[1]), `step ${count(tested[0])}${tested[2] == null ? "" : ` · ${shown(tested[2], 3)} bits/byte`}`);
   if (tested && tested[3] != null) add("Valid stories", `${Math.round(100 * tested[3])}%`, `step ${count(tested[0])}`);
+  if (tested && tested[4] != null) add("Accuracy", `${shown(100 * tested[4], 3)}%`, `held out, step ${count(tested[0])}`);
   add("Tokens per second", shown(last.tokens_per_s, 3), status.step_seconds ? `${shown(1000 * status.step_seconds, 3)} ms a step` : "all workers");
   add("Gradient norm", shown(last.grad_norm, 3), "before clipping");
   add("Learning rate", shown(last.lr, 3), "");
@@ -108,7 +109,7 @@ export function showHalt(halt, status) {
   const quotes = named.slice(0, 4).map(window => make("blockquote", { tabindex: 0 }, make("b", {}, `sample ${window}`), String(texts[window]).trim()));
   const todo = make("div", { class: "todo" });
   const task = (name, command) => todo.append(make("span", {}, name), make("code", {}, command));
-  if (first?.samples?.length) task("Look at the samples", `andon data show ${status.folder} --windows ${first.samples.slice(0, 8).join(",")}`);
+  if (first?.samples?.length) task("Look at the samples", `andon data show ${status.folder} ${typeof first.samples[0] === "string" ? "--samples" : "--windows"} ${first.samples.slice(0, 8).join(",")}`);
   task("Go on from the last checkpoint", "the same command, without --fault");
   if (halt.sound) task("Skip such steps", "the same command with --on_nonfinite skip");
   const left = make("div", {}, make("h3", {}, "What was found"), facts, make("h3", {}, "What to do next"), todo), right = make("div", {}, make("h3", {}, "The samples"), ...(quotes.length ? quotes : [make("p", { class: "soft" }, "This halt names no samples.")]));

@@ -97,6 +97,26 @@ class Succession:
             self.advance()
         return True
 
+    def member_in(self, worker: Worker, generation: int) -> Worker | None:
+        """The member that is the same process; it knows this generation, or has not heard yet of the one after it."""
+        if not self.ledger or generation not in (self.ledger.generation, self.ledger.generation - 1):
+            return None
+        return next((member for member in self.generations.members if member.process == worker.process), None)
+
+    def say_again(self, member: Worker, generation: int) -> None:
+        """What a member may not have heard through its old link; it knows this generation."""
+        assert self.ledger
+        if generation != self.ledger.generation:
+            member.link.queue("begin", **member.begin)
+        there = {each.rank for each in self.generations.members}
+        for rank, host in enumerate(self.ledger.hosts):
+            if rank not in there and not self.generations.returning:
+                member.link.queue(
+                    "lost", rank=rank, host=host, why="it was lost while the coordinator was out of reach"
+                )
+        if self.generations.change_is_due:
+            member.link.queue("change", released=len(self.generations.released))
+
     def _end_return(self) -> None:
         """Those who have not come back by now are lost."""
         assert self.ledger
@@ -266,19 +286,12 @@ class Succession:
         hosts = [worker.host for worker in members]
         for seat, worker in zip(seats(members), members, strict=True):
             keys = self.credentials.issue(worker.rank, size, generation).keys
-            worker.link.queue(
-                "begin",
-                generation=generation,
-                rank=worker.rank,
-                world_size=size,
-                recorded=recorded,
-                later=int(not first),
-                hosts=hosts,
-                host=seat.address,
-                local_rank=seat.local_rank,
-                keys={str(peer): key.hex() for peer, key in keys.items()},
-                server=server,
-            )
+            worker.begin = {
+                **{"generation": generation, "rank": worker.rank, "world_size": size, "recorded": recorded},
+                **{"later": int(not first), "hosts": hosts, "host": seat.address, "local_rank": seat.local_rank},
+                **{"keys": {str(peer): key.hex() for peer, key in keys.items()}, "server": server},
+            }
+            worker.link.queue("begin", **worker.begin)
 
     def _makes_progress(self, recorded: int) -> bool:
         """End a run whose generations follow each other without a committed step."""

@@ -64,6 +64,10 @@ class FailureDetector:
                 raise self.refuse(peer, failed.detail, operation) from failed
             raise self.lost(peer, operation, time.monotonic() - started, failed.detail) from failed
 
+    def watch(self, sock: socket.socket) -> None:
+        """Another data connection, which is shut down by a verdict and closed at the end."""
+        self._data = [*self._data, sock]
+
     def wait_for_first_sign(self, peer: int, seconds: float) -> None:
         """Wait until a peer has begun to send heartbeats, or the group is broken."""
         if peer in self._has_spoken:
@@ -94,6 +98,8 @@ class FailureDetector:
         """The error to raise when nothing moved for the timeout while waiting for a peer.
 
         A peer that still sends heartbeats gets `patience` seconds to publish for whom it waits itself."""
+        if not self.links:
+            return self.publish_verdict(Broken("stalled", peer, ""), operation, self.timeout)
         now = time.monotonic()
         silent = min(self.links, key=self._heard.__getitem__)
         slowest = min(self.links, key=self._begun.__getitem__)

@@ -3,7 +3,7 @@
 A *frame* is a big-endian u32 length and that many bytes of payload. A *payload* is one tag byte and then the fields of
 the message, little-endian, without padding: `str` is a u32 byte count and UTF-8, `f32[]` a u64 element count and the
 floats, `u32[]` and `u64[]` a u32 count and the numbers. Tags below 0x10 are wire version 2
-(`andon.protocol2.messages`), 0x10 is the coordinator's (`andon.control.link`), 0x20 and above are here.
+(`andon.protocol2.wire.messages`), 0x10 is the coordinator's (`andon.control.link`), 0x20 and above are here.
 
 Decoding trusts nothing: a count is compared with the bytes that are there before anything is allocated, and the fields
 must fill the payload exactly. Floats are views of the payload, not copies.

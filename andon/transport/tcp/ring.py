@@ -7,7 +7,8 @@ operation is one outgoing and one incoming stream, where piece i of what arrived
 chunk) of what leaves. Rounds need no barrier: a piece is passed on as soon as it has been added
 (`andon.transport.tcp.ring_schedule` has the order of the pieces).
 
-A rank sends 2(N - 1)/N of the vector and not more. With bf16 on the wire whatever is sent is rounded, sums are taken in
+All ranks end with the same bits (C-RING-001; `andon.transport.mean` divides by their number). A rank sends 2(N - 1)/N
+of the vector and not more. With bf16 on the wire whatever is sent is rounded, sums are taken in
 f32 and rounded, and the owner of a chunk keeps its sum as it travels, so that all ranks end with the same bits. An
 all-gather on its own is exact. The order of addition is the ring's own, except with two ranks.
 """

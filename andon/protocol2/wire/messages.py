@@ -3,11 +3,9 @@
 `andon.transport.tcp.frames` has the encoding of fields. A version-2 peer refuses frames above 100 MB.
 """
 
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from andon.transport.base import ProtocolError
-from andon.transport.tcp.frames import NUMBERS, Buffer, Floats, Message, PayloadReader, Protocol, Short, message
+from andon.transport.tcp.frames import Floats, Message, Protocol, message
 
 VERSION_2: Final[Protocol] = {}
 
@@ -111,43 +109,3 @@ class AveragedNonBlockGradient(Message):
     step: int
     component: int
     gradients: Floats
-
-
-@dataclass(frozen=True)
-class Head:
-    """The fields of a message before its floats, the number of floats, and the bytes after them."""
-
-    message: type[Message]
-    values: tuple[Any, ...]
-    count: int
-    tail: int
-
-
-def decode_head(start: Buffer, length: int) -> Head | int:
-    """The head of a payload of `length` bytes that begins with `start`, or how many of its bytes are needed.
-
-    A gradient is read this way, so that its floats can be added piece by piece instead of being held."""
-    reader = PayloadReader(memoryview(start), length, VERSION_2)
-    try:
-        cls = reader.message_type()
-        before = cls.layout[: cls.layout.index("f32[]")] if "f32[]" in cls.layout else cls.layout
-        values = tuple(reader.field(kind) for kind in before)
-        if before == cls.layout:
-            reader.end()
-            return Head(cls, values, 0, 0)
-        count = reader.number("u64")
-    except Short as short:
-        return short.needed
-    tail = sum(NUMBERS[kind].size for kind in cls.layout[len(before) + 1 :])
-    floats = length - reader.position - tail
-    if 4 * count != floats:
-        raise ProtocolError(f"{cls.__name__} announces {count:,} floats, but its frame has {floats:,} bytes for them")
-    return Head(cls, values, count, tail)
-
-
-def decode_tail(cls: type[Message], tail: Buffer) -> tuple[Any, ...]:
-    """The fields after the floats of a gradient message."""
-    reader = PayloadReader(memoryview(tail), len(tail), VERSION_2)
-    values = tuple(reader.field(kind) for kind in cls.layout[cls.layout.index("f32[]") + 1 :])
-    reader.end()
-    return values

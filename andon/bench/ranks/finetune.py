@@ -1,0 +1,166 @@
+"""One rank of the benchmark of fine-tuning: the Trainer of Hugging Face, and after each of its turns one of Andon."""
+
+import gc
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import Trainer as HuggingFaceTrainer
+
+from andon.config.finetune import FinetuneConfig
+from andon.data.batches import NO_TARGET
+from andon.finetune.base import Base
+from andon.finetune.build import FineTuningBuilder
+from andon.finetune.loop import FineTuning
+from andon.finetune.model import build_model
+from andon.finetune.samples.sample_set import SampleBatches, SampleSet
+from andon.finetune.samples.tokenize import prepare_samples
+from andon.run.events import no_event
+from andon.transport.base import Group, open_group
+from andon.transport.torch_dist import StoreRendezvous
+
+
+class InOrder(Dataset[dict[str, list[int]]]):
+    """The samples in the order in which Andon's slots take them: of each step first those of rank 0."""
+
+    def __init__(self, samples: SampleSet, config: FinetuneConfig) -> None:
+        batches, slots = SampleBatches(samples, config), range(config.train.slots)
+        steps = range(1, config.train.steps + 1)
+        self.samples = samples
+        self.numbers = [number for step in steps for slot in slots for number in batches.windows(step, slot)]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, place: int) -> dict[str, list[int]]:
+        number = self.numbers[place]
+        return {"ids": self.samples.tokens(number).tolist(), "labels": self.samples.answer(number).tolist()}
+
+
+class Plain(HuggingFaceTrainer):  # type: ignore[misc]
+    """The Trainer as it is, in the order of the samples; it keeps the loss of every step."""
+
+    losses: list[Tensor]
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+    def training_step(self, *inputs: Any, **named: Any) -> Tensor:
+        loss: Tensor = super().training_step(*inputs, **named)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Turns(TrainerCallback):  # type: ignore[misc]
+    """After each turn of the Trainer, a turn of Andon; seconds of each step of both."""
+
+    def __init__(self, run: FineTuning, gloo: Group, steps: int) -> None:
+        self.run, self.gloo, self.steps = run, gloo, steps
+        self.seconds: dict[str, list[float]] = {"trainer": [], "andon": []}
+        self.losses: list[float] = []
+        self._began = 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.gloo.barrier()
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.steps:
+            return
+        self.seconds["trainer"].append((time.perf_counter() - self._began) / self.steps)
+        self.gloo.barrier()
+        started = time.perf_counter()
+        self.losses += [self.run.trainer.train_step().loss for _ in range(self.steps)]
+        self.seconds["andon"].append((time.perf_counter() - started) / self.steps)
+        self.gloo.barrier()
+        self._began = time.perf_counter()
+
+
+def collate(padding: int, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Samples as a padded batch."""
+    longest = max(len(row["ids"]) for row in rows)
+
+    def padded(name: str, filler: int) -> Tensor:
+        return torch.tensor([row[name] + [filler] * (longest - len(row[name])) for row in rows])
+
+    mask = torch.tensor([[1] * len(row["ids"]) + [0] * (longest - len(row["ids"])) for row in rows])
+    return {"input_ids": padded("ids", padding), "attention_mask": mask, "labels": padded("labels", NO_TARGET)}
+
+
+def make_trainer(config: FinetuneConfig, samples: SampleSet, steps: int, folder: str) -> Plain:
+    """The Trainer with the same model, adapters, samples, batch and optimizer."""
+    base = Base(config.model)
+    model = build_model(config, samples, base)
+    optim = config.optim
+    arguments = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=config.train.micro_batch,
+        max_steps=steps,
+        learning_rate=optim.lr,
+        lr_scheduler_type="constant",
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_epsilon=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.clip,
+        optim="adamw_torch_fused",
+        use_cpu=True,
+        ddp_backend="gloo",
+        ddp_find_unused_parameters=False,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Plain(
+        model=model,
+        args=arguments,
+        train_dataset=InOrder(samples, config),
+        data_collator=lambda rows: collate(base.padding, rows),
+    )
+    trainer.remove_callback(PrinterCallback)  # it would print where the results go
+    trainer.losses = []
+    return trainer
+
+
+def main(task: dict[str, Any]) -> None:
+    """Measure and print seconds and losses as JSON."""
+    torch.set_num_threads(1)
+    rank, ranks = task["rank"], task["ranks"]
+    # What the Trainer asks for; the process group is there already.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task["port"]))
+    store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
+    rendezvous = StoreRendezvous(store, rank, ranks, timeout=120.0)
+    gloo = open_group("torch", rendezvous)
+    config = FinetuneConfig.model_validate(task["config"])
+    samples = prepare_samples(config, Base(config.model))
+    with open_group(task["transport"], rendezvous) as group:
+        builder = FineTuningBuilder(config, samples)
+        run = builder.loop(builder.first(group, torch.device("cpu"), no_event), no_event)
+        trainer = make_trainer(config, samples, task["turns"] * task["steps"], f"{config.run.dir}-trainer")
+        turns = Turns(run, gloo, task["steps"])
+        trainer.add_callback(turns)
+        trainer.train()
+        run.trainer.close()
+    losses = [float(loss) for loss in trainer.losses]
+    del trainer, run
+    turns.run = None  # type: ignore[assignment]
+    # A DDP model that outlives the process group joins its threads while it holds the lock that they wait for.
+    gc.collect()
+    gloo.barrier()
+    gloo.close()
+    print(json.dumps({"seconds": turns.seconds, "andon": turns.losses, "trainer": losses}), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

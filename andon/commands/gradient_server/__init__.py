@@ -1,0 +1,1 @@
+"""`andon gradient-server`: protocol 2 for workers of any language."""

@@ -1,0 +1,268 @@
+"""`andon gradient-server`: averages gradients for workers of any language that speak protocol 2 (`andon.protocol2`).
+
+A session begins when all workers have joined and follows the dialogue that they speak. It ends after `steps` steps, or
+when all workers have left. It is recorded like a training run: events in metrics.jsonl, summary.json, halt.json. Steps
+have the workers' own numbers, which begin with 0.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from andon.cluster.signals import save_on_signal
+from andon.commands.gradient_server.steps import Lines, Totals
+from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from andon.files import expand
+from andon.protocol2.connections import Network, WorkerGone
+from andon.protocol2.mean import NonFiniteGradient
+from andon.protocol2.server import GradientServer, WorkersDisagree
+from andon.protocol2.wire.dialogue import WHOLE, Dialogue
+from andon.protocol2.worker import Worker
+from andon.run.display import show_error
+from andon.run.events import Emit, Event, Recorder, event
+from andon.run.folder import RunFolder
+from andon.transport.address import address_text
+from andon.transport.tcp.connect import is_loopback
+
+PORT: Final = 29412
+"""Where a gradient server listens, unless told otherwise."""
+MOST_LINES: Final = 100
+"""Lines about workers that come and go before the session begins."""
+LEAVE_SECONDS: Final = 5.0
+"""How long the workers have at the end to read what they were sent."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a gradient server is asked to do."""
+
+    bind: tuple[str, int]
+    workers: int
+    steps: int
+    """0: until the workers leave."""
+    samples: int
+    """Samples that are shared out in every step; 0: workers get no assignments."""
+    allow: Sequence[Network]
+    folder: Path
+
+
+def parse_networks(texts: Sequence[str]) -> list[Network]:
+    """The networks that `--allow` names."""
+    try:
+        return [ip_network(text) for text in texts]
+    except ValueError as error:
+        raise UserError("--allow names no network", str(error), "For example --allow 10.0.0.0/24") from None
+
+
+def serve(service: Service, console: Console) -> int:
+    """Serve one session; gives the exit code."""
+    host, port = service.bind
+    if not is_loopback(host) and not service.allow:
+        cause = f"{host} can be reached from other machines, and protocol 2 has no authentication"
+        remedy = "Give --allow NETWORK, for example 10.0.0.0/24, or --bind 127.0.0.1:PORT"
+        raise UserError("A gradient server would take gradients from anyone", cause, remedy)
+    with ExitStack() as stack:
+        folder = stack.enter_context(closing(RunFolder(expand(service.folder).resolve())))
+        folder.take()
+        if aside := folder.move_aside():
+            console.print(f"The earlier session is now in {aside}", style="dim", markup=False)
+        lines = Lines(console, service.steps)
+        recorder = stack.enter_context(closing(Recorder(folder.folder, lines, hold=folder.hold)))
+        try:
+            session = Session(service, recorder.emit)
+        except OSError as error:
+            what = f"The gradient server cannot listen at {address_text(host, port)}"
+            remedy = "Choose another --bind: an address of this machine, and port 0 for a free one"
+            raise UserError(what, str(error.strerror or error).partition(" (")[0], remedy) from None
+        stack.enter_context(session.server)
+        place = address_text(*session.server.address)
+        console.print(f"Listening at {place} for {service.workers} workers", markup=False, highlight=False)
+        if service.allow:
+            networks = ", ".join(map(str, service.allow))
+            text = f"Nobody is authenticated: whoever is in {networks} can take part and sees every gradient"
+            console.print(f"WARNING: {text}", style="bold yellow", markup=False)
+        code = session.run()
+    if recorder.failure:
+        show_error(console, recorder.failure)
+        return code or EXIT_USER_ERROR
+    return code
+
+
+class _Stop(Exception):
+    """Ctrl-C, SIGTERM or SIGHUP."""
+
+
+class Session:
+    """One session of a server, from the first worker to the last mean."""
+
+    def __init__(self, service: Service, emit: Emit) -> None:
+        self.service, self.emit = service, emit
+        self.server = GradientServer(service.bind, service.allow, on_lost=self.lost, say=self.note)
+        self.dialogue = Dialogue(0 if service.samples else None)
+        self.steps, self.step = 0, 0
+        """How many steps are done, and the number of the one that is next or under way."""
+        self.begun = self.in_step = self.ended = False
+        self.last: Event = {}
+        self.lost_workers: list[int] = []
+        self._said = 0
+        self._finishing = False
+        """Whether the last mean of a step is being sent: who has got it may leave."""
+        self._left: list[int] = []
+        """Workers that have left between two steps, as all do at the end of pretraining."""
+        self._lost_at = -1
+        """The step in which a worker was lost last."""
+
+    def note(self, text: str) -> None:
+        """Record a line for the user."""
+        self.emit(event("note", text=text))
+
+    def joined(self, worker: Worker) -> None:
+        """Say who has joined; it is recorded when all have, because anyone may come and go until then."""
+        self._say_early(f"{_sentence(worker)} joined: {worker.gpu_count} GPUs, {worker.backend}")
+
+    def _say_early(self, text: str) -> None:
+        self._said += 1
+        if self._said <= MOST_LINES:
+            self.note(text)
+        elif self._said == MOST_LINES + 1:
+            self.note("Many workers come and go: nothing more is said of them until all have joined")
+
+    def lost(self, gone: WorkerGone) -> None:
+        """Record at once that a worker is gone: it left when all had done the same steps, or was lost."""
+        worker = gone.worker
+        if not self.begun:
+            self._say_early(_sentence(gone))
+            return
+        has_all = self._finishing and not worker.may_write
+        begun = (self.in_step and not has_all) or any(each.gradients for each in (worker, *self.server.workers))
+        steps = self.steps + has_all
+        left = self.ended or (gone.cause == "lost" and not begun and steps >= max(1, self.service.steps))
+        if left:
+            self._left.append(worker.worker_id)
+        else:
+            self.lost_workers.append(worker.worker_id)
+            self._lost_at = self.steps
+        who, text = {"rank": worker.worker_id, "host": worker.node_id}, f"Step {self.step}: {gone}"
+        if left:
+            text = f"Worker {worker.worker_id} ({worker.node_id}) left before step {self.step}"
+        self.emit(event("lost", **who, why=str(gone), text=text, step=self.step, left=left))
+
+    def run(self) -> int:
+        """Serve to the end; gives the exit code."""
+        server = self.server
+        stop: list[bool] = []
+
+        def stop_if_wanted() -> None:
+            if stop:
+                stop.clear()
+                raise _Stop
+
+        save_on_signal(lambda: stop.append(True))
+        server.interrupt_with(stop_if_wanted)
+        began = time.monotonic()
+        try:
+            server.wait_for_workers(self.service.workers, joined=self.joined)
+            self._begin()
+            while self.steps < (self.service.steps or math.inf) and server.workers:
+                self._serve_step()
+            self._say_goodbye()
+        except _Stop:
+            self.emit(event("stopped", step=self.step))
+            self._say_goodbye()
+            return EXIT_STOPPED
+        except NonFiniteGradient as halt:
+            return self._halt(halt)
+        except WorkersDisagree as error:
+            self._say_goodbye()
+            cause = "Nobody can tell which of them is right, so the session ended before a mean was sent"
+            raise UserError(_sentence(error), cause, "Give all workers the same model") from None
+        except WorkerGone as gone:
+            if self.in_step or self._lost_at == self.steps or self.steps < self.service.steps:
+                remedy = "Look at the workers' own messages; then start server and workers again"
+                raise UserError(f"Every worker is gone in step {self.step}", _sentence(gone), remedy) from None
+        summary = {key: self.last.get(key) for key in ("loss", "accuracy")}
+        seconds = round(time.monotonic() - began, 3)
+        self.emit(event("done", step=self.steps, lost=self.lost_workers, seconds=seconds, **summary, **self._service()))
+        return 0
+
+    def _begin(self) -> None:
+        self.begun = True
+        for worker in self.server.workers:
+            facts = {"address": worker.address, "gpus": worker.gpu_count, "backend": worker.backend}
+            self.emit(event("worker", rank=worker.worker_id, host=worker.node_id, **facts))
+        self.emit(event("start", step=0, **self._service()))
+
+    def _service(self) -> dict[str, Any]:
+        return {"workers": self.service.workers, "samples": self.service.samples}
+
+    def _serve_step(self) -> None:
+        """One step: assignments, if there are any, and then part by part, until the dialogue begins a new step."""
+        totals = Totals(self.server.workers)
+        if self.service.samples:
+            self.in_step = True
+            self.server.send_shard_assignments(self.step, self.service.samples)
+        while not self._finishing:
+            mean = self.server.collect(self.dialogue)
+            self.step, self.in_step, self._finishing = mean.part.step, True, self.dialogue.between_steps
+            if self._finishing:
+                self._say_who_left()
+            totals.add(mean)
+            sending = time.monotonic()
+            self.server.broadcast(mean)
+            totals.send_ms += 1000 * (time.monotonic() - sending)
+        self._finishing = False
+        self.last = event("step", step=self.step, **totals.fields(self.server.workers))
+        self.steps, self.step, self.in_step = self.steps + 1, self.step + 1, False
+        self.emit(self.last)
+
+    def _say_who_left(self) -> None:
+        """Someone left after an earlier step, and it was not the last: the others go on."""
+        if self._left:
+            names = ", ".join(map(str, self._left))
+            self.note(f"The others go on without worker {names}: means are over {len(self.server.workers)} workers")
+            self.lost_workers += self._left
+            self._left.clear()
+
+    def _halt(self, halt: NonFiniteGradient) -> int:
+        """Stop the line: no mean of this step is sent any more."""
+        self.server.interrupt_with(_ignore)
+        names = {worker.worker_id: worker.node_id for worker in self.server.workers}
+        finding = {
+            "rank": halt.rank,
+            "host": names.get(halt.rank, ""),
+            "unit": halt.where,
+            "parameter": halt.where,
+            **asdict(halt.flaw),
+            "slot": None,
+            "samples": [],
+        }
+        committed = self.last.get("step", halt.step - 1)
+        cause = str(halt).removeprefix("halt: ")
+        self.emit(event("halt", step=halt.step, committed=committed, cause=cause, findings=[finding], sound=True))
+        self.server.halt(halt.step, cause)
+        self._say_goodbye()
+        return EXIT_HALTED
+
+    def _say_goodbye(self) -> None:
+        """End the session for the workers: whole vectors know a message for it, pretraining only disconnects."""
+        self.ended = True
+        self.server.interrupt_with(_ignore)
+        if self.dialogue.tag == WHOLE:
+            self.server.shutdown_workers()
+        self.server.wait_until_left(LEAVE_SECONDS)
+
+
+def _ignore() -> None:
+    """A wish to stop, where the session ends anyway."""
+
+
+def _sentence(said: object) -> str:
+    text = str(said)
+    return text[:1].upper() + text[1:]

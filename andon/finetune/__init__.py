@@ -1,0 +1,1 @@
+"""Fine-tuning of Hugging Face models: LoRA adapters, or all weights."""

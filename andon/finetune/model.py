@@ -1,0 +1,124 @@
+"""The model that is trained: a Hugging Face model with LoRA adapters, or with all its weights."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from andon.config.finetune import FinetuneConfig, LoraConfig, Task
+from andon.errors import UserError
+from andon.finetune.base import Base, first_line
+from andon.finetune.samples.sample_set import SampleSet
+
+AGAIN = "Copy it again from where it came"
+POOLER = "pooler"
+"""What some classifiers have between the last block and the head; models that were not classifiers often lack it."""
+PEFT_TASKS = {"classes": "SEQ_CLS", "answers": "CAUSAL_LM"}
+
+
+def build_model(config: FinetuneConfig, samples: SampleSet, base: Base) -> nn.Module:
+    """The model with its first weights: those of the folder, and what is new from the seed."""
+    base.check_task(samples.task)
+    torch.manual_seed(config.seed)
+    model, new = load_weights(base, samples.task, samples.labels)
+    if not config.lora.rank:
+        return model.train()
+    torch.manual_seed(config.seed)
+    return add_adapters(model, samples.task, config.lora, new).train()
+
+
+def load_weights(base: Base, task: Task, labels: Sequence[str]) -> tuple[nn.Module, list[str]]:
+    """The model of a folder, in f32, and which of its weights are new: a classifier gets a head of the right size."""
+    import transformers
+
+    settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
+    kind = transformers.AutoModelForCausalLM
+    if task == "classes":
+        kind = transformers.AutoModelForSequenceClassification
+        names = dict(enumerate(labels))
+        numbers = {name: number for number, name in names.items()}
+        settings |= {"num_labels": len(labels), "id2label": names, "label2id": numbers}
+        settings |= {"ignore_mismatched_sizes": True}
+    try:
+        model, loaded = kind.from_pretrained(base.folder, output_loading_info=True, **settings)
+    except Exception as error:  # the library raises nearly everything
+        raise _cannot_load(base, error) from None
+    new = sorted({*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
+    body = f"{model.base_model_prefix}."
+    # The library would make up whatever is missing and say nothing. Only the head of a classifier may be new.
+    if lacking := [name for name in new if task == "answers" or (name.startswith(body) and POOLER not in name)]:
+        cause = f"{len(lacking):,} tensors are missing or of another shape, such as {lacking[0]}"
+        raise UserError(f"{base.folder} does not hold all weights of its model", cause, AGAIN)
+    model.config.get_text_config().pad_token_id = base.padding
+    return model, new
+
+
+def _cannot_load(base: Base, error: Exception) -> UserError:
+    cause = first_line(error)
+    if not list(base.folder.glob("*.safetensors")) and list(base.folder.glob("*.bin")):
+        cause = "Its weights are a .bin file, a pickle, which can run code when it is loaded"
+        remedy = "Save it as safetensors first: model.save_pretrained(FOLDER)"
+        return UserError(f"{base.folder} has no safetensors", cause, remedy)
+    return UserError(f"{base.folder} cannot be loaded", cause, AGAIN)
+
+
+def add_adapters(model: nn.Module, task: Task, lora: LoraConfig, new: Sequence[str] = ()) -> nn.Module:
+    """The model with fresh adapters; nothing else of it is trained and saved, but for a classifier's head and a pooler
+    that is as new as the head."""
+    peft = import_peft()
+    poolers = {name[: name.index(POOLER) + len(POOLER)] for name in new if POOLER in name}
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=list(lora.targets) or "all-linear",
+        task_type=PEFT_TASKS[task],
+        modules_to_save=sorted(poolers) or None,
+    )
+    try:
+        found: nn.Module = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        names = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
+        cause = first_line(error)
+        remedy = f"Give --lora.targets some of {', '.join(names[:12])}"
+        raise UserError(f"Adapters cannot be added to {', '.join(lora.targets)}", cause, remedy) from None
+    return found
+
+
+def import_peft() -> Any:
+    """The library of adapters."""
+    try:
+        import peft
+    except ImportError:
+        raise UserError("Adapters cannot be used", "peft is not installed", "pip install 'andon[finetune]'") from None
+    return peft
+
+
+def load_adapter(folder: Path) -> tuple[nn.Module, Base, Task]:
+    """The model of an adapter folder with its adapters, to be used and not trained."""
+    peft = import_peft()
+    try:
+        settings = peft.PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # the library raises nearly everything
+        cause = first_line(error)
+        raise UserError(f"{folder} is not an adapter", cause, "Name a folder with adapter_config.json") from None
+    base = Base(settings.base_model_name_or_path)
+    task: Task = "classes" if settings.task_type == "SEQ_CLS" else "answers"
+    model, _ = load_weights(base, task, labels_of(folder, base))
+    try:
+        return peft.PeftModel.from_pretrained(model, str(folder)).eval(), base, task
+    except Exception as error:  # the library raises nearly everything
+        what = f"The adapter {folder} does not fit {base.folder}"
+        raise UserError(what, first_line(error), "Name the model that it was made for in adapter_config.json") from None
+
+
+def labels_of(folder: Path, base: Base) -> list[str]:
+    """The classes that an adapter was trained for, from its `state.json`; those of its model if it has none."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return [str(name) for name in state["labels"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [name for _, name in sorted((base.config.id2label or {}).items())]

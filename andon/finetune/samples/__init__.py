@@ -1,0 +1,1 @@
+"""The samples of a fine-tuning: rows, tokens, batches."""

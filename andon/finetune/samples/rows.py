@@ -1,0 +1,131 @@
+"""The user's samples as rows: lines of .jsonl files and rows of .parquet files, each with its place.
+
+Columns say what kind of samples they are: `text` and `label`, `prompt` and `completion`, or `messages`. The first row
+decides, and every other one must have the same columns. What is wrong with a row is an error that names its line.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from andon.data.sources import BOM, find_files
+from andon.errors import UserError, shown
+
+Columns = Literal["text + label", "prompt + completion", "messages"]
+COLUMNS: Final[Mapping[Columns, tuple[str, ...]]] = {
+    "text + label": ("text", "label"),
+    "prompt + completion": ("prompt", "completion"),
+    "messages": ("messages",),
+}
+SUFFIXES: Final = (".jsonl", ".parquet")
+NEEDED: Final = "Give every row text and label, prompt and completion, or messages"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sample comes from; lines and rows count from 1."""
+
+    file: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file.name}:{self.line}"
+
+
+def bad_row(place: Place, what: str, cause: str, remedy: str = NEEDED) -> UserError:
+    """The error for a row that cannot be used."""
+    word = "row" if place.file.suffix.lower() == ".parquet" else "line"
+    return UserError(f"{place.file}, {word} {place.line}: {what}", cause, remedy)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample as the user wrote it."""
+
+    place: Place
+    fields: Mapping[str, Any]
+
+    def text(self, name: str) -> str:
+        """A column that must be text; halves of a surrogate pair, which UTF-8 cannot hold, are replaced."""
+        value = self.fields[name]
+        if not isinstance(value, str):
+            raise bad_row(self.place, f"`{name}` is not text", f"It is {shown(value)}", f"Make `{name}` a string")
+        return plain(value)
+
+
+def plain(text: str) -> str:
+    """A text that can be written as UTF-8."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+def data_files(paths: Sequence[str]) -> list[Path]:
+    """The files that files, folders and globs name."""
+    files = find_files(paths)
+    for file in files:
+        if file.suffix.lower() not in SUFFIXES:
+            cause = "Samples are rows of .jsonl or .parquet; a .txt file has none"
+            raise UserError(f"{file} holds no samples", cause, f"`andon train {file}` trains on plain text")
+    return files
+
+
+def read_rows(files: Sequence[Path]) -> Iterator[Row]:
+    """The rows of all files, in order."""
+    for file in files:
+        try:
+            yield from (_jsonl if file.suffix.lower() == ".jsonl" else _parquet)(file)
+        except OSError as error:
+            raise UserError(f"{file} cannot be read", error.strerror or str(error), f"ls -l {file}") from None
+
+
+def find_columns(row: Row) -> Columns:
+    """What kind of samples the first row shows."""
+    names = row.fields.keys()
+    fitting = [kind for kind, columns in COLUMNS.items() if names >= set(columns)]
+    if len(fitting) != 1:
+        known = ", ".join(map(str, names)) or "no columns"
+        what = "these are columns of several kinds of samples" if fitting else "these are not the columns of a sample"
+        raise bad_row(row.place, what, f"It has {known}")
+    return fitting[0]
+
+
+def check_columns(row: Row, kind: Columns) -> None:
+    """Refuse a row that lacks a column."""
+    for name in COLUMNS[kind]:
+        if row.fields.get(name) is None:
+            raise bad_row(row.place, f"`{name}` is missing", f"The rows before it have {kind}", f"Give it `{name}`")
+
+
+def _jsonl(file: Path) -> Iterator[Row]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            place = Place(file, number)
+            text = line.removeprefix(BOM) if number == 1 else line
+            if not text.strip():
+                continue
+            try:
+                fields = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise bad_row(place, "this is not JSON", str(error), "Write one JSON object per line") from None
+            if not isinstance(fields, dict):
+                raise bad_row(place, "this is not a JSON object", f"It is {shown(fields)}")
+            yield Row(place, fields)
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        remedy = "pip install 'andon[parquet]'"
+        raise UserError(f"{file} cannot be read", "pyarrow is not installed", remedy) from None
+    number = 0
+    try:
+        with pq.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=256):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Row(Place(file, number), fields)
+    except pa.ArrowException as error:
+        raise bad_row(Place(file, number + 1), "the table ends", str(error).splitlines()[0]) from None

@@ -1,0 +1,226 @@
+"""Pretraining: a Llama on windows of a corpus. Its model, its loop, and what it is measured by."""
+
+import contextlib
+import gc
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from andon.config.schema import Config
+from andon.data.batches import Batches
+from andon.data.token_set import TokenSet
+from andon.engine.parallel import DataParallel
+from andon.engine.trainer import Trainer
+from andon.errors import UserError
+from andon.files import expand
+from andon.model.hub import load_tensors
+from andon.model.hub_config import to_hub
+from andon.model.llama import Llama
+from andon.run import evaluate as evaluation
+from andon.run.build import Builder, computes_in_bf16
+from andon.run.events import Emit, event
+from andon.run.loop import LONGEST_TEXT, Books, Loop, while_others_wait
+from andon.run.mfu import mfu, peak_of_all
+from andon.run.prepare import build_batches
+from andon.transport.base import TRANSPORTS, Group
+
+
+class PretrainingBuilder(Builder):
+    """Builds one rank's pretraining."""
+
+    def __init__(self, config: Config, tokens: TokenSet) -> None:
+        super().__init__(config, tokens)
+        self.config, self.tokens = config, tokens
+
+    def model(self, device: torch.device, reads_weights: bool) -> Llama:
+        """The model with its first weights, which the seed determines, or the folder that rank 0 reads for all."""
+        check_vocabulary(self.config, self.tokens)
+        return build_model(self.config, device, reads_weights)
+
+    def overlaps_gather(self, module: nn.Module) -> bool:
+        """Not where the exchange takes the cores that forward needs, nor for compiled blocks."""
+        uses_cores = TRANSPORTS[self.config.group.transport].uses_worker_cores
+        return not uses_cores and not is_compiled(module)
+
+    def first(self, group: Group, device: torch.device, emit: Emit) -> Trainer:
+        """Says first what takes so long before the first step."""
+        if group.rank == 0 and compiles(self.config, device):
+            text = "Compiling the model: the first step takes about half a minute, less when repeated"
+            emit(event("note", text=text))
+        return super().first(group, device, emit)
+
+    def warm_up(self, model: DataParallel) -> None:
+        """Compute one slot, of any tokens. The step begins again with `enter`."""
+        if is_compiled(model.module):
+            compute_one_slot(model, self.config.train.micro_batch, self.config.train.context)
+
+    def batches(self) -> Batches:
+        """Windows of the corpus."""
+        return build_batches(self.config, self.tokens)
+
+    def files(self, model: DataParallel) -> Mapping[str, str]:
+        """The configuration and the tokenizer; read once, because the cache may be gone when a save is due."""
+        fields = to_hub(self.config.shape, self.tokens.tokenizer().end, model.arena.weights.dtype)
+        names = ("tokenizer.json", "tokenizer_config.json")
+        texts = {name: (self.tokens.folder / name).read_text(encoding="utf-8") for name in names}
+        settings = json.loads(texts["tokenizer_config.json"])
+        # Fine-tuning pads batches, and there is no other special token.
+        texts["tokenizer_config.json"] = json.dumps({**settings, "pad_token": settings["eos_token"]}, indent=2) + "\n"
+        return {"config.json": json.dumps(fields, indent=2) + "\n", **texts}
+
+    def loop(self, trainer: Trainer, emit: Emit, books: Books | None = None) -> Loop:
+        """The loop over the steps of a trainer."""
+        return Pretraining(self.config, self.tokens, trainer, emit, books)
+
+
+def build_model(config: Config, device: torch.device, reads_weights: bool = True) -> Llama:
+    """The model on a device, compiled where it pays; with its first weights if it `reads_weights`."""
+    model = Llama(config.shape)
+    if reads_weights:
+        set_first_weights(model, config)
+    model.to(device)
+    if config.train.weights == "bf16":
+        model.hold_weights_in(torch.bfloat16)
+    if computes_in_bf16(config, device):
+        model.compute = torch.bfloat16
+    if compiles(config, device):
+        from andon.model.compiled import compile_model
+
+        deterministic = config.deterministic or device.type != "cuda"
+        torch.use_deterministic_algorithms(deterministic)  # the compiler's algorithms as well
+        compile_model(model, deterministic, config.train.activation_memory)
+    return model
+
+
+def compiles(config: Config, device: torch.device) -> bool:
+    """Whether the model is compiled on a device."""
+    wanted = config.train.compile
+    return device.type == "cuda" if wanted is None else wanted
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a model has compiled blocks."""
+    return isinstance(module, Llama) and module.compiled
+
+
+def compute_one_slot(model: DataParallel, windows: int, context: int) -> None:
+    """Forward and backward of one slot, of any tokens."""
+    tokens = torch.zeros((windows, context), dtype=torch.int64, device=model.arena.device)
+    model.backward(model(tokens, tokens), tokens.numel(), reduction="sum")
+
+
+def set_first_weights(model: Llama, config: Config) -> None:
+    """Draw the weights from the seed, or take those of the folder to go on from."""
+    if config.model.source:
+        load_tensors(dict(model.named_parameters()), expand(config.model.source))
+    else:
+        model.initialise(config.seed)
+
+
+def check_vocabulary(config: Config, tokens: TokenSet) -> None:
+    """Refuse a model whose embedding is smaller than the tokenizer's vocabulary."""
+    if tokens.vocab_size > config.model.vocab:
+        raise UserError(
+            f"A vocabulary of {tokens.vocab_size:,} does not fit model.vocab = {config.model.vocab:,}",
+            "The tokenizer uses more tokens than the model has rows",
+            f"Set --model.vocab {tokens.vocab_size} or use a smaller tokenizer",
+        )
+
+
+class Pretraining(Loop):
+    """One rank's pretraining."""
+
+    def __init__(
+        self, config: Config, tokens: TokenSet, trainer: Trainer, emit: Emit, books: Books | None = None
+    ) -> None:
+        super().__init__(config, tokens.digest, trainer, emit, books)
+        self.config, self.tokens = config, tokens
+        self.tokenizer = tokens.tokenizer()
+        self.on_stories = config.data.corpus == ("stories",)
+        self._sampled = time.monotonic()
+        self._peak: float | None = None
+        """Of all GPUs of this generation."""
+        self._just_compiled = self.llama.compiled
+
+    @property
+    def llama(self) -> Llama:
+        model = self.trainer.model.module
+        assert isinstance(model, Llama)
+        return model
+
+    def set_first_weights(self) -> None:
+        """Those of the seed, or of the folder to go on from."""
+        set_first_weights(self.llama, self.config)
+
+    def floor(self) -> float | None:
+        """The least loss that the built-in stories allow: the grammar's entropy per token."""
+        if not self.on_stories:
+            return None
+        return evaluation.loss_floor(self.config.data.stories, self.tokens.token_count)
+
+    def generation_begins(self) -> None:
+        """Add up the peaks of the GPUs, which are known for bf16."""
+        if self.llama.compute == torch.bfloat16:
+            self._peak = peak_of_all(self.group, self.trainer.model.arena.device)
+
+    def step_facts(self, tokens_per_s: float) -> dict[str, Any]:
+        """How much of the GPUs' arithmetic was used, if it is known."""
+        return {} if self._peak is None else {"mfu": round(mfu(self.config.shape, tokens_per_s, self._peak), 4)}
+
+    def texts(self, samples: Sequence[int | str]) -> dict[str, str]:
+        """The beginnings of windows."""
+        context = self.config.train.context
+        read = [(window, self.tokens.read(int(window) * context, context)) for window in samples]
+        return {str(window): self.tokenizer.decode(tokens.tolist())[:LONGEST_TEXT] for window, tokens in read}
+
+    def between_steps(self) -> None:
+        """Show a sample every now and then."""
+        if self._just_compiled:
+            gc.freeze()  # the compiler leaves very many objects: to look through them takes half a second
+            self._just_compiled = False
+        seconds, step = self.config.eval.sample_every, self.trainer.progress.step
+        if self.is_rank_0 and seconds and time.monotonic() - self._sampled > seconds:
+            self.emit(event("sample", step=step, text=self.write(1, seed=step)[0]))
+            self._sampled = time.monotonic()
+
+    def evaluate(self) -> dict[str, Any]:
+        """Loss on held-out windows and, for the built-in stories, the share of valid samples."""
+        trainer, batches = self.trainer, self.trainer.batches
+        assert isinstance(batches, Batches)
+        with self._eager():
+            windows = batches.validation(self.config.eval.windows)
+            loss = evaluation.validation_loss(self.llama, windows, self.group)
+        bits = evaluation.bits_per_byte(loss, self.tokens.bytes_per_token)
+        result: dict[str, Any] = {"step": trainer.progress.step, "loss": loss, "bits_per_byte": bits}
+        if self.on_stories and self.config.eval.stories:
+            score = while_others_wait(self.group, self.story_score)
+            result |= {"valid_share": score.valid_share, "known": score.known} if score else {}
+        self.emit(event("eval", **result))
+        return result
+
+    def story_score(self) -> evaluation.StoryScore:
+        """The valid share of sampled stories, and how many of them the training text holds."""
+        samples = self.write(self.config.eval.stories, self.config.seed)
+        return evaluation.story_score(samples, self.config.seed, self.config.data.stories)
+
+    def write(self, count: int, seed: int) -> list[str]:
+        """Sample texts from the model as it is."""
+        with self._eager():
+            temperature = self.config.eval.temperature
+            return evaluation.write(self.llama, self.tokenizer, count, temperature, seed)
+
+    def _eager(self) -> contextlib.AbstractContextManager[Any]:
+        """Sampling has other shapes at every token: compiled blocks would be compiled again and again."""
+        # It loads torch's compiler, 1.5 s, so only where it is loaded already.
+        compiled = self.llama.compiled
+        return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+
+    def end(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Bits per byte, stories and samples."""
+        step = self.trainer.progress.step
+        told: dict[str, Any] = {key: result[key] for key in ("bits_per_byte", "valid_share", "known") if key in result}
+        return {**told, "samples": while_others_wait(self.group, lambda: self.write(3, seed=step))}

@@ -1,0 +1,221 @@
+"""Fine-tuning: what is learned, what stops it, and a result that Hugging Face loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from andon.checkpoint.manifest import verify
+from andon.data.batches import NO_TARGET
+from andon.errors import UserError
+from andon.finetune.base import Base
+from andon.finetune.generate import generate, open_folder
+from andon.integrity.halt import JidokaHalt
+from andon.transport.local import LocalGroup
+from tests.tuning import FAMILIES, chats, endings, make_model, open_run, plots, tune, tune_config, write_rows
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models and samples."""
+    folder = tmp_path_factory.mktemp("tuning")
+    for family in FAMILIES:
+        make_model(folder / family, family)
+    make_model(folder / "chat", chat=True)
+    plots(folder / "plots.jsonl", 120)
+    plots(folder / "few.jsonl", 16)
+    endings(folder / "endings.jsonl", 80)
+    chats(folder / "chats.jsonl", 60)
+    return folder
+
+
+@pytest.mark.parametrize("rank", [4, 0], ids=["lora", "all weights"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_learns(place: Path, tmp_path: Path, family: str, rank: int) -> None:
+    data, held_out = ("few.jsonl", 0.0) if family == "bert" else ("endings.jsonl", 0.1)
+    sizes = {"lora__rank": rank, "train__steps": 12, "data__validation": held_out}
+    told = tune(tune_config(place / family, place / data, run__dir=str(tmp_path), **sizes))
+    losses = [event["loss"] for event in told if event["event"] == "eval"]
+    assert losses[-1] < losses[0] - 0.1
+    (done,) = [event for event in told if event["event"] == "done"]
+    assert Path(done["result"]).name == ("adapter" if rank else "model") and verify(Path(done["result"])).step == 12
+
+
+def test_the_loss_is_that_of_transformers_over_the_answers_of_the_whole_step(place: Path, tmp_path: Path) -> None:
+    config = tune_config(place / "llama", place / "endings.jsonl", train__steps=1, run__dir=str(tmp_path))
+    run = open_run(config, LocalGroup())
+    total, count, right = 0.0, 0, 0
+    for slot in range(2):
+        for number in run.batches.windows(1, slot):
+            ids, labels = (torch.from_numpy(each(number))[None] for each in (run.samples.tokens, run.samples.answer))
+            with torch.no_grad():
+                out = run.trainer.model.module(input_ids=ids, labels=labels)
+            answers = labels[:, 1:] != NO_TARGET
+            total += out.loss.item() * int(answers.sum())
+            count += int(answers.sum())
+            right += int((out.logits[:, :-1].argmax(-1) == labels[:, 1:])[answers].sum())
+    totals = run.trainer.train_step()
+    run.trainer.close()
+    assert totals.loss == pytest.approx(total / count, rel=1e-5) and totals.tokens == count
+    assert run.step_facts(0.0) == {"correct": right, "total": count, "accuracy": right / count}
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_the_padding_of_a_batch_changes_nothing(place: Path, tmp_path: Path, family: str) -> None:
+    data = place / "endings.jsonl"
+    if family == "bert":
+        data = write_rows(
+            tmp_path / "short.jsonl", [{"text": "a b " * size, "label": size % 2} for size in range(1, 17)]
+        )
+    model = make_model(tmp_path / "model", family, initializer_range=0.3)
+    run = open_run(tune_config(model, data, train__context=160, run__dir=str(tmp_path / "run")), LocalGroup())
+    run.trainer.model.module.eval()
+    numbers = run.batches.windows(1, 0)
+    losses = []
+    with torch.no_grad():
+        for chosen in (numbers, *([number] for number in numbers)):
+            x, y = (torch.from_numpy(each) for each in run.batches.stack(chosen))
+            losses.append(run.learning.judge(x, y)[0].item())
+    run.trainer.close()
+    assert len({len(run.samples.tokens(number)) for number in numbers}) > 1
+    assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-5)
+
+
+def test_the_padding_of_a_classifier_is_what_its_model_knows_as_such(place: Path, tmp_path: Path) -> None:
+    """The model's configuration names another token than the tokenizer, or none."""
+    data = write_rows(tmp_path / "data.jsonl", [{"text": "a b " * size, "label": size % 2} for size in range(1, 17)])
+    for name, token in (("other", 7), ("none", None)):
+        model = make_model(tmp_path / name, "llama", initializer_range=0.3, pad_token_id=token)
+        run = open_run(tune_config(model, data, run__dir=str(tmp_path / f"{name}-run")), LocalGroup())
+        run.trainer.model.module.eval()
+        numbers = run.batches.windows(1, 0)
+        losses = []
+        for chosen in (numbers, *([number] for number in numbers)):
+            x, y = (torch.from_numpy(each) for each in run.batches.stack(chosen))
+            losses.append(run.learning.judge(x, y)[0].item())
+        run.trainer.close()
+        assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-5)
+
+
+def test_weights_that_are_missing_are_not_made_up(place: Path, tmp_path: Path) -> None:
+    for family, data, name in (("llama", "endings.jsonl", "model.norm.weight"), ("bert", "few.jsonl", "bert.")):
+        shutil.copytree(place / family, tmp_path / family)
+        file = tmp_path / family / "model.safetensors"
+        weights = load_file(file)
+        lost = next(key for key in weights if key.startswith(name))
+        del weights[lost]
+        save_file(weights, file)
+        config = tune_config(tmp_path / family, place / data, run__dir=str(tmp_path / "run"))
+        with pytest.raises(UserError, match="does not hold all weights") as caught:
+            open_run(config, LocalGroup())
+        assert lost in caught.value.cause
+
+
+def test_a_new_pooler_is_trained_and_saved_with_the_head(place: Path, tmp_path: Path) -> None:
+    """A model that was no classifier has no pooler: made anew, it belongs to the adapter."""
+    from transformers import AutoModelForMaskedLM
+
+    shutil.copytree(place / "bert", tmp_path / "model")
+    torch.manual_seed(2)
+    AutoModelForMaskedLM.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model")
+    run = open_run(
+        tune_config(tmp_path / "model", place / "few.jsonl", train__steps=1, run__dir=str(tmp_path / "run")),
+        LocalGroup(),
+    )
+    run.train()
+    run.trainer.close()
+    ids = torch.arange(1, 17).view(1, 16)
+    torch.manual_seed(3)
+    again = open_folder(tmp_path / "run" / "adapter").model
+    assert torch.equal(run.trainer.model.module.eval()(input_ids=ids).logits, again(input_ids=ids).logits)
+
+
+def test_an_answer_has_no_more_tokens_than_the_model_has_positions(place: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "Once upon a time, " * 30, "completion": " there was a pony."}] * 4
+    data = write_rows(tmp_path / "long.jsonl", rows)
+    sizes = {"train__context": 160, "train__steps": 1, "eval__length": 64, "run__dir": str(tmp_path / "run")}
+    told = tune(tune_config(place / "gpt2", data, **sizes))
+    assert [event for event in told if event["event"] == "done"]
+
+
+@pytest.mark.parametrize("name", ["transformers", "peft"])
+def test_an_extra_that_is_not_installed_is_named(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = tune_config(place / "llama", place / "endings.jsonl", run__dir=str(tmp_path))
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError) as caught:
+        open_run(config, LocalGroup())
+    assert name in caught.value.cause and "andon[finetune]" in caught.value.remedy
+
+
+def test_adapters_do_not_go_on_with_another_model(place: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(place / "llama", tmp_path / "model")
+    sizes = {"train__steps": 2, "run__dir": str(tmp_path / "run"), "data__cache": str(tmp_path / "cache")}
+    tune(tune_config(tmp_path / "model", place / "endings.jsonl", **sizes))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.model.embed_tokens.weight.data[3, 3] += 0.5
+    model.save_pretrained(tmp_path / "model")
+    run = open_run(tune_config(tmp_path / "model", place / "endings.jsonl", **sizes), LocalGroup())
+    with pytest.raises(UserError, match="was trained with another model"):
+        run.trainer.resume(tmp_path / "run" / "checkpoints" / "checkpoint-2")
+    run.trainer.close()
+
+
+def test_the_line_whose_loss_is_not_finite_is_named(place: Path, tmp_path: Path) -> None:
+    """One token of the model has bad weights, and one line of the data has that token."""
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(place / "llama", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    token = Base(tmp_path / "model").tokenizer("Ω")["input_ids"][0]
+    model.model.embed_tokens.weight.data[token] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    rows = [json.loads(line) for line in (place / "endings.jsonl").read_text().splitlines()]
+    rows[16]["prompt"] = "Ω"
+    data = write_rows(tmp_path / "data.jsonl", rows)
+    config = tune_config(tmp_path / "model", data, train__epochs=1, run__dir=str(tmp_path / "run"))
+    run = open_run(config, LocalGroup())
+    with pytest.raises(JidokaHalt) as halted:
+        for _ in range(config.train.steps):
+            run.trainer.train_step()
+    run.trainer.close()
+    assert all(finding.samples == ["data.jsonl:17"] for finding in halted.value.findings)
+    assert any("lora_A" in finding.parameter for finding in halted.value.findings)
+
+
+def test_a_conversation_is_learned_and_continued(place: Path, tmp_path: Path) -> None:
+    config = tune_config(place / "chat", place / "chats.jsonl", train__steps=6, run__dir=str(tmp_path / "run"))
+    tune(config)
+    told = generate(tmp_path / "run" / "adapter", "Leo had a pony.", count=2, length=5, temperature=1.0, seed=3)
+    again = generate(tmp_path / "run" / "adapter", "Leo had a pony.", count=2, length=5, temperature=1.0, seed=3)
+    assert told == again and len(told) == 2
+
+
+def test_all_weights_give_a_model_that_transformers_loads(place: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(place / "gpt2", tmp_path / "gpt2")
+    # As of many models: the library loads this, and would refuse to save it.
+    (tmp_path / "gpt2" / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    run = open_run(
+        tune_config(
+            tmp_path / "gpt2", place / "endings.jsonl", lora__rank=0, train__steps=2, run__dir=str(tmp_path / "run")
+        ),
+        LocalGroup(),
+    )
+    run.train()
+    run.trainer.close()
+    ids = torch.arange(1, 17).view(1, 16)
+    mine = run.trainer.model.module.eval()(input_ids=ids).logits
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()(input_ids=ids).logits
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "checkpoint-2")
+    assert torch.equal(mine, other) and torch.equal(mine, saved.eval()(input_ids=ids).logits)
