@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from andon.checkpoint.manifest import verify
+from andon.checkpoint.store import weights_blake3
 from andon.data.batches import NO_TARGET
 from andon.errors import UserError
 from andon.finetune.base import Base
@@ -64,6 +65,39 @@ def test_the_loss_is_that_of_transformers_over_the_answers_of_the_whole_step(pla
     run.trainer.close()
     assert totals.loss == pytest.approx(total / count, rel=1e-5) and totals.tokens == count
     assert run.step_facts(0.0) == {"correct": right, "total": count, "accuracy": right / count}
+
+
+def test_ahead_of_the_verdict_or_after_it_bits_and_answers_are_the_same(place: Path, tmp_path: Path) -> None:
+    """As on a GPU, where one worker updates before it reads the verdict."""
+    found = []
+    for ahead in (False, True):
+        config = tune_config(place / "llama", place / "endings.jsonl", run__dir=str(tmp_path / str(ahead)))
+        run = open_run(config, LocalGroup())
+        run.trainer.optimizer._updates_ahead = ahead
+        answers = [(run.trainer.train_step(), run.step_facts(0.0)) for _ in range(3)]
+        found.append((weights_blake3(run.trainer.model.arena.parameters), answers))
+        run.trainer.close()
+    assert found[0] == found[1] and all(facts["total"] for _, facts in found[0][1])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "auto"])
+def test_everything_is_computed_in_the_precision_that_was_asked_for(
+    place: Path, tmp_path: Path, precision: str
+) -> None:
+    class Computing(Exception):
+        pass
+
+    def tell(*_: object) -> None:  # and compute nothing: not every CPU can
+        raise Computing(torch.is_autocast_enabled("cpu"))
+
+    options = {"train__precision": precision, "run__dir": str(tmp_path)}
+    run = open_run(tune_config(place / "llama", place / "endings.jsonl", **options), LocalGroup())
+    for module in run.trainer.model.module.modules():
+        module.register_forward_pre_hook(tell)
+    for work in (run.trainer.train_step, run.evaluate, run.answers):
+        with pytest.raises(Computing, match=str(precision == "bf16")):
+            work()
+    run.trainer.close()
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])

@@ -99,6 +99,14 @@ MUTANTS = [
         (LOSS,),
     ),
     Mutant(
+        "answers-without-autocast",
+        "Held-out samples are judged in another precision than training.",
+        "finetune/task.py",
+        "        with self.autocast():\n",
+        "        with self.autocast() if torch.is_grad_enabled() else contextlib.nullcontext():\n",
+        ("test_finetune.py::test_everything_is_computed_in_the_precision_that_was_asked_for",),
+    ),
+    Mutant(
         "accuracy-of-rank-0",
         "Only the right answers of rank 0 are counted.",
         "finetune/task.py",
