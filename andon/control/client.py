@@ -101,7 +101,7 @@ class CoordinatorClient:
         if isinstance(message, bytes) or message["kind"] not in ("refused", *expected):
             raise ProtocolError("the coordinator spoke out of turn")
         if message["kind"] == "refused":
-            raise UserError("The coordinator refused this worker", message["reason"], "Correct that and start it again")
+            raise UserError("The coordinator refused this worker", message["reason"], "Start it again when that is put right")
         return message
 
     def fetch(self, folder: Path) -> int:
