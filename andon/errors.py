@@ -15,8 +15,9 @@ SPELLED_OUT: Final = {code: f"\\x{code:02x}" for code in CONTROL} | {code: f"\\u
 EXIT_USER_ERROR = 1
 EXIT_HALTED = 3
 EXIT_STOPPED = 4
-EXIT_PEER_LOST = 117  # of a script's worker, to its launcher: another worker failed, which is the one to name
 """Asked to stop, and saved."""
+EXIT_PEER_LOST = 117
+"""Of a script's worker, to its launcher: another worker failed, which is the one to name."""
 
 
 def worst(codes: Iterable[int]) -> int:

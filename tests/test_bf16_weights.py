@@ -15,7 +15,7 @@ from andon.checkpoint.listing import checkpoint_path
 from andon.commands import checkpoint as checkpoints
 from andon.commands import generate as inference
 from andon.config.load import load
-from andon.config.schema import RunConfig
+from andon.config.sections import RunConfig
 from andon.engine.arena import CELL, Arena
 from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt

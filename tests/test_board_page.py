@@ -215,4 +215,4 @@ def test_the_page_works_by_keyboard_and_tells_a_screen_reader_what_it_shows(brow
         unnamed = page.evaluate(f"{shown}.filter(each => !each.textContent.trim() && !each.ariaLabel).length")
         assert unnamed == 0
         page.locator("summary").click()
-        assert page.locator("#loss-table tr").count() > 20
+        until(page, "document.querySelectorAll('#loss-table tr').length > 20")

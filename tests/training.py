@@ -9,7 +9,8 @@ import torch
 
 from andon.checkpoint.store import weights_blake3
 from andon.config.load import load
-from andon.config.schema import Config, RunConfig
+from andon.config.schema import Config
+from andon.config.sections import RunConfig
 from andon.data.build import Corpus, prepare
 from andon.data.token_set import TokenSet
 from andon.engine.trainer import Trainer

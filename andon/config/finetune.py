@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt
 from pydantic import model_validator as validator
 
-from andon.config.schema import DataBase, EvalBase, RunSettings, Section, TrainBase
+from andon.config.schema import RunSettings
+from andon.config.sections import DataBase, EvalBase, Section, TrainBase
 from andon.model.shape import LARGEST
 
 ADAPTER_LR, WHOLE_LR = 2e-4, 2e-5

@@ -2,7 +2,7 @@
 
 from typing import Any, Final, get_args
 
-from andon.config.schema import ModelConfig, Preset
+from andon.config.sections import ModelConfig, Preset
 from andon.errors import UserError, shown
 from andon.files import expand
 from andon.model.hub_config import read_shape

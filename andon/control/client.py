@@ -101,7 +101,8 @@ class CoordinatorClient:
         if isinstance(message, bytes) or message["kind"] not in ("refused", *expected):
             raise ProtocolError("the coordinator spoke out of turn")
         if message["kind"] == "refused":
-            raise UserError("The coordinator refused this worker", message["reason"], "Correct that and start it again")
+            remedy = "Start it again when that is put right"
+            raise UserError("The coordinator refused this worker", message["reason"], remedy)
         return message
 
     def fetch(self, folder: Path) -> int:

@@ -256,7 +256,7 @@ class Coordinator:
         if known := self.succession.member_in(worker, generation):
             self._take_link(known, worker.link, generation)
         elif again["version"] != VERSION or not self.succession.come_back(worker, generation, again["member"]):
-            self._refuse(worker, f"the run has gone on without generation {generation}")
+            self._refuse(worker, f"the run has gone on without generation {generation}, a new worker can join")
 
     def _take_link(self, member: Worker, link: ControlLink, generation: int) -> None:
         """A member has connected again before its old link was found dead."""

@@ -19,6 +19,7 @@ from andon.transport.base import ProtocolError
 TURN: Final = 0.2
 """Seconds after which the thread looks for silent peers, if nothing else wakes it."""
 DISMISS_SECONDS: Final = 1.0
+"""For so long a dismissed peer may read what was sent to it last, before its link is closed."""
 
 
 class Owner(Protocol):

@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
 
     inputs: Tensor
     targets: Tensor
-    count: int
+    counted: int
     """How many targets count."""
 
 

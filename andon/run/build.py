@@ -15,9 +15,10 @@ from torch import nn
 from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
 from andon.config.schema import RunSettings
 from andon.data.build import Prepared
+from andon.engine.loader import BatchSource
 from andon.engine.optimizer import AdamW, Optimizer
 from andon.engine.parallel import DataParallel
-from andon.engine.trainer import BatchSource, StepSettings, Trainer
+from andon.engine.trainer import StepSettings, Trainer
 from andon.integrity.faults import Faults
 from andon.optim import schedules
 from andon.optim.sharding import Zero

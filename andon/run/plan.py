@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from andon.config.load import merge, validate
-from andon.config.schema import MOST_SLOTS, Config, RunSettings
+from andon.config.schema import Config, RunSettings
+from andon.config.sections import MOST_SLOTS
 from andon.engine.order import make_order
 from andon.model.shape import Shape
 from andon.optim.shard_map import UnitOwners

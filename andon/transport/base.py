@@ -144,11 +144,6 @@ class Group(ABC):
     bytes_sent: int = 0
     """Payload that this rank has sent; in shared memory, what it moved between its own and others'."""
 
-    @classmethod
-    @abstractmethod
-    def open(cls, rendezvous: Rendezvous, settings: Settings) -> Group:
-        """Open the group together with everyone at the rendezvous."""
-
     @abstractmethod
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         """Sum everyone's rows in the one order; my part of the sum ends in my part of the first row."""
@@ -234,6 +229,14 @@ class Group(ABC):
             self.leave()
 
 
+class Opens(Protocol):
+    """The class of a transport's group."""
+
+    def open(self, rendezvous: Rendezvous, settings: Settings) -> Group:
+        """Open the group together with everyone at the rendezvous."""
+        ...
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What the ranks of a group exchange in a step, in bytes."""
@@ -287,7 +290,7 @@ class Transport:
     def open(self, rendezvous: Rendezvous, settings: Settings) -> Group:
         """Open a group with everyone at the rendezvous."""
         module, _, name = self.group.partition(":")
-        group: type[Group] = getattr(import_module(f"andon.{module}"), name)
+        group: Opens = getattr(import_module(f"andon.{module}"), name)
         return group.open(rendezvous, settings)
 
 

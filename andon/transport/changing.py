@@ -7,10 +7,10 @@ A worker that *joins* a run is alone until it enters the run's next generation, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from andon.engine.order import Order
-from andon.transport.base import Group, Rendezvous, Settings, Units
+from andon.transport.base import Group, Units
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +31,6 @@ class ChangingGroup(Group):
         self.now = now
         self.rank, self.world_size, self.generation = now.rank, now.world_size, now.generation
         self.transport, self.wire, self.mixed = now.transport, now.wire, now.mixed
-
-    @classmethod
-    def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
-        raise NotImplementedError("it stands for a group that is open")
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         self.now.reduce_scatter(nodes, bounds, order)

@@ -323,7 +323,7 @@ MUTANTS = [
     Mutant(
         "unknown-keys-accepted",
         "An unknown key of a file is ignored.",
-        "config/schema.py",
+        "config/sections.py",
         'extra="forbid"',
         'extra="ignore"',
         ("test_config.py",),
@@ -339,7 +339,7 @@ MUTANTS = [
     Mutant(
         "nan-accepted",
         "NaN is accepted as a number.",
-        "config/schema.py",
+        "config/sections.py",
         "        allow_inf_nan=False,\n",
         "",
         ("test_config.py",),
@@ -347,7 +347,7 @@ MUTANTS = [
     Mutant(
         "zero-over-star",
         "ZeRO is on by default over a star.",
-        "config/schema.py",
+        "config/sections.py",
         'return "off" if known and not known.zero_pays else "even"',
         'return "even" if known else "off"',
         ("test_config.py",),
@@ -371,7 +371,7 @@ MUTANTS = [
     Mutant(
         "no-corpus-is-stories",
         "An empty list of texts trains on the built-in stories.",
-        "config/schema.py",
+        "config/sections.py",
         'Field(("stories",), min_length=1)',
         'Field(("stories",))',
         ("test_config.py::test_no_text_to_train_on_is_refused",),
