@@ -64,10 +64,10 @@ class Attention(nn.Module):
         if self.attend and cache is None and torch.is_grad_enabled():
             return self._over_windows(x, cos, sin, self.attend)
         batch, length, _ = x.shape
-        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)  # B H T D
-        k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)  # B K T D
+        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)  # B T H D
+        k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim)  # B T K D
         v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)  # B K T D
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         y = attend(q, k, v)
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         weight = torch.cat([each.weight.to(x.dtype) for each in (self.q_proj, self.k_proj, self.v_proj)])
         heads = F.linear(x, weight).view(batch, length, -1, self.head_dim)
         q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], 2)
-        q, k = rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
         return out
@@ -226,8 +226,11 @@ def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + D/2) of a head by its position's angle; `cos` and `sin` are T D, or T 1 D."""
+    """Rotate each pair (i, i + D/2) of a head by its position's angle; `x` is B T H D, `cos` and `sin` are T D.
+
+    Before the transpose to B H T D, because `cat` gives contiguous memory: attention's output has the layout of its
+    queries, and of that one the next layer needs no copy."""
     left, right = x.chunk(2, -1)
     half = left.shape[-1]
-    cos, sin = cos[..., :half], sin[..., :half]  # the other half is the same
+    cos, sin = cos[:, None, :half], sin[:, None, :half]  # the other half is the same
     return torch.cat((left * cos - right * sin, right * cos + left * sin), -1).to(x.dtype)
