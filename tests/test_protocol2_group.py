@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from andon.config.load import load
 from andon.errors import UserError
+from andon.protocol2.client import ServerHalted
 from andon.protocol2.group import Protocol2Group
 from andon.transport.base import Group, Settings, open_group
 from andon.transport.torch_dist import StoreRendezvous
@@ -230,6 +231,20 @@ def test_blocks_come_first_and_missing_components_are_empty() -> None:
             order, sums = done.result(SECONDS)
             assert order == [2, 3, 0, 1]
             assert sums == [5.0, 7.0, 1.0, 3.0] * 2
+
+
+def test_who_goes_on_after_the_server_has_halted_is_told_where_to_look(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with gradient_server(tmp_path, 1) as server:
+        settings = Settings(SECONDS, server=server.address, keys=link_keys(0, 1))
+        with open_group("protocol2", StoreRendezvous(store, 0, 1, SECONDS), settings) as group:
+            row = torch.full((1, 3), float("nan"))
+            group.all_reduce(row)
+            with pytest.raises(ServerHalted) as caught:
+                group.all_reduce(torch.ones(1, 3))
+        assert server.finish()[0] == 3
+    assert f"The gradient server at 127.0.0.1:{server.address[1]} found" in caught.value.cause
+    assert "halt.json" in caught.value.remedy
 
 
 def test_a_model_that_is_too_large_for_another_server_is_refused_before_the_first_step() -> None:
