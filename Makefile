@@ -5,14 +5,18 @@ BIN := $(VENV)/bin
 SEED ?= 1
 COUNT ?=
 
-.PHONY: demo test check soak mutants compare docs wheel clean
+.PHONY: demo test together check soak mutants compare docs wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/andon demo
 
-test: $(VENV)/installed-test check
+# Tests that measure how soon something is noticed run behind the others, one by one.
+test: $(VENV)/installed-test
+	$(MAKE) --no-print-directory -j 2 check together
+	$(BIN)/python -m pytest -m "not soak and alone" $$(grep -l mark.alone tests/test_*.py)
+
+together: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m "not soak and not alone" -n 3 --dist worksteal
-	$(BIN)/python -m pytest -m "not soak and alone"
 
 check: $(VENV)/installed-test
 	$(BIN)/ruff check andon tests examples

@@ -42,7 +42,7 @@ class Forked(subprocess.Popen[str]):
         super().__init__(command, **settings)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        if args[1] != "-m" or not args[2].startswith("andon"):
+        if args[1] != "-m" or not args[2].startswith(("andon", "pytest")):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         names = POPEN._execute_child.__code__.co_varnames[2 : 2 + len(rest)]  # type: ignore[attr-defined]

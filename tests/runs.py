@@ -93,7 +93,12 @@ def end_started() -> None:
 
 def andon(*arguments: str, cwd: Path, timeout: float = 100, executed: bool = False) -> tuple[int, str]:
     """Run `andon …` to its end: exit code and output."""
-    with start(*arguments, cwd=cwd, executed=executed) as process:
+    return outcome(start(*arguments, cwd=cwd, executed=executed), timeout)
+
+
+def outcome(started: subprocess.Popen[str], timeout: float = 100) -> tuple[int, str]:
+    """Wait for the end of a process: exit code and output."""
+    with started as process:
         try:
             output, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

@@ -20,8 +20,10 @@ from andon.config.load import build, keys, parse_arguments
 from andon.config.presets import DEFAULTS
 from andon.config.show import reference
 from tests import prefork
-from tests.runs import SMALL, andon, environment, train
+from tests.runs import SMALL, andon, environment, launch, outcome, train
 from tests.test_board import board_of
+from tests.test_torchrun import COMMAND as TORCHRUN
+from tests.test_torchrun import STANDALONE
 from tests.tuning import LIBRARIES, endings, make_model
 
 ROOT = Path(__file__).parent.parent
@@ -108,11 +110,16 @@ def test_the_python_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 (SCRIPT,) = re.findall(r"^```python\n(.*?)^```", TEXT["python.md"], re.M | re.S)
 
 
-def test_the_script_of_the_documents_prints_the_same_alone_and_with_two_workers(tmp_path: Path) -> None:
+SCRIPTED = ("python mine.py", "andon run --workers 2 mine.py", "torchrun --nproc-per-node 2 mine.py")
+
+
+def test_the_script_of_the_documents_prints_the_same_however_it_is_started(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
-    code, alone = execute("python mine.py", tmp_path)
+    code, alone = execute(SCRIPTED[0], tmp_path)
     assert code == 0 and re.fullmatch(r"loss 0\.\d{4}, weights [0-9a-f]{64}", alone.strip()), alone
-    assert andon("run", "--workers=2", "mine.py", cwd=tmp_path) == (0, alone)
+    assert andon(*shlex.split(SCRIPTED[1])[1:], cwd=tmp_path) == (0, alone)
+    code, output = execute(SCRIPTED[2], tmp_path)
+    assert code == 0 and alone in output, output
 
 
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )*(?:make|andon|pytest|torchrun|python) [a-z-].*")
@@ -155,8 +162,9 @@ APPENDED = {
     "andon finetune": TUNED,
     "andon bench finetune": ["--presets=tiny", "--samples=1", "--repetitions=1", "--ranks=1"],
     "andon merge": ["--out=merged"],
-    "andon plan --finetune": ["--json"],
-    "torchrun --nproc-per-node 2 mine.py": [],
+    "andon plan --finetune": ["--json"],  # without it, the cost of portable kernels is measured
+    "andon plan config.yaml": ["--json"],
+    "andon plan --device": ["--json"],
     "andon data show": ["runs/demo", "--windows=0"],
     "andon data show runs/finetune": [],
     "andon profile": [*SMALL, "--steps=1"],
@@ -164,11 +172,11 @@ APPENDED = {
     "andon train": [*SMALL, "--train.steps=8"],
     "make": ["--dry-run"],
     "pytest": ["--collect-only", "-q"],
-    "torchrun": [*SMALL, "--train.steps=2"],
 }
 """What makes a command short; its own words stay as they are."""
-ELSEWHERE = ("andon coordinator", "andon worker", "andon gradient-server")
-"""Commands that are run together with others: `tests/test_machines.py`, `tests/test_protocol2_group.py`."""
+ELSEWHERE = ("andon coordinator", "andon worker", "andon gradient-server", TORCHRUN, *SCRIPTED)
+"""Commands that are run together with others: above, `tests/test_machines.py`, `tests/test_protocol2_group.py`,
+`tests/test_torchrun.py`."""
 ROW = {"transport", "ranks", "mb", "ms", "gloo_ms", "ratio", "cpu_s_per_gb"}
 
 
@@ -214,7 +222,7 @@ def execute(line: str, folder: Path) -> tuple[int, str]:
     done = subprocess.run(
         ["sh", "-c", line],
         cwd=folder,
-        env={**environment(folder), "PATH": path, "PYTHONPATH": str(ROOT)},
+        env={**environment(folder), "PATH": path, "PYTHONPATH": str(ROOT), **STANDALONE},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -242,13 +250,13 @@ def tuned(workplace: Path) -> Path:
 def test_every_command_in_the_documents_runs(
     workplace: Path, tmp_path: Path, line: str, request: pytest.FixtureRequest
 ) -> None:
-    if "my-model" in line or "runs/finetune" in line:
+    if any(word in line for word in ("my-model", "samples.jsonl", "runs/finetune")):
         request.getfixturevalue("tuned")
     for placeholder, value in SUBSTITUTES.items():
         line = line.replace(placeholder, value)
     command = re.sub(r"^([A-Z]+=\S+ )*", "", line)
     kind = max((known for known in APPENDED if command.startswith(known)), key=len, default="")
-    trains = kind.startswith(("andon train", "andon finetune", "torchrun"))
+    trains = kind.startswith(("andon train", "andon finetune"))
     own_sizes = "--model." if "--model.from" in line else "--none"
     short = [option for option in APPENDED.get(kind, []) if not option.startswith(own_sizes)]
     options = [*short, *([f"--run.dir={tmp_path}"] if trains else [])]
@@ -259,8 +267,10 @@ def test_every_command_in_the_documents_runs(
         return
     if command.startswith("andon"):
         code, output = andon(*shlex.split(line)[1:], cwd=workplace)
+    elif command.startswith("pytest"):
+        code, output = outcome(launch([sys.executable, "-m", *shlex.split(line)], ROOT))
     else:
-        code, output = execute(line, ROOT if kind in ("make", "pytest") else workplace)
+        code, output = execute(line, ROOT if kind == "make" else workplace)
     not_here = ("--rate 4gbit is not possible here", "Hosts cannot be made here", "--device cuda needs a GPU")
     if any(text in output for text in not_here):
         pytest.skip(output)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record
 
 from tests.runs import andon
 from tests.test_board import begin, event, step, write
@@ -66,6 +65,8 @@ def test_tensorboard_reads_each_step_once(run: Path) -> None:
 
 
 def test_wandb_reads_each_step_once_offline(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wandb.proto.wandb_internal_pb2 import Record
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     exported(run, "wandb")
     (file,) = run.glob("wandb/offline-run-*/run-*.wandb")

@@ -17,6 +17,7 @@ from andon.data.batches import NO_TARGET
 from andon.errors import UserError
 from andon.finetune.base import Base
 from andon.finetune.generate import generate, open_folder
+from andon.finetune.result import merge
 from andon.integrity.halt import JidokaHalt
 from andon.transport.local import LocalGroup
 from tests.tuning import FAMILIES, chats, endings, make_model, open_run, plots, tune, tune_config, write_rows
@@ -149,6 +150,40 @@ def test_weights_that_are_missing_are_not_made_up(place: Path, tmp_path: Path) -
         with pytest.raises(UserError, match="does not hold all weights") as caught:
             open_run(config, LocalGroup())
         assert lost in caught.value.cause
+
+
+def test_a_classifier_without_its_head_gives_no_answers(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "llama", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    named = {"architectures": ["LlamaForSequenceClassification"], "id2label": {0: "cat", 1: "dog"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    with pytest.raises(UserError, match=r"cannot answer yet\n1 of its tensors are missing, such as score.weight"):
+        open_folder(tmp_path / "model")
+
+
+def test_a_weight_that_is_shared_has_no_adapter(place: Path, tmp_path: Path) -> None:
+    """Merged, it would change the embedding as well as the head."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    tied = make_model(tmp_path / "tied", tie_word_embeddings=True)
+    config = tune_config(tied, place / "endings.jsonl", lora__targets=["lm_head"], train__steps=1)
+    with pytest.raises(UserError, match=r"An adapter cannot be added to lm_head\nIt shares its weight with"):
+        open_run(config, LocalGroup())
+    settings = LoraConfig(target_modules=["embed_tokens"], task_type="CAUSAL_LM")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tied), settings)
+    adapted.save_pretrained(tmp_path / "made")
+    with pytest.raises(UserError, match=r"An adapter cannot be added to model\.embed_tokens"):
+        merge(tmp_path / "made", None)
+
+
+def test_a_template_that_wants_more_than_a_prompt_says_so(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "chat", tmp_path / "chat")
+    template = "{{ raise_exception('a system message comes first\\nalways') }}"
+    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
+    (tmp_path / "chat" / "state.json").write_text('{"columns": "messages"}')
+    with pytest.raises(UserError, match=r"a message of the user alone\na system message comes first\nUse it"):
+        generate(tmp_path / "chat", "hello", count=1, length=2, temperature=0.0, seed=1)
 
 
 def test_a_new_pooler_is_trained_and_saved_with_the_head(place: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from andon.checkpoint.manifest import read as manifest
 from andon.checkpoint.manifest import verify
 from andon.cli import app
+from andon.errors import UserError
 from andon.finetune.generate import open_folder
 from andon.finetune.result import merge
 from tests import prefork
@@ -84,6 +85,8 @@ def test_a_killed_run_resumes_on_another_number_of_workers(place: Path, answers:
     assert summary(place / "killed")["weights_blake3"] == answers[0]["weights_blake3"]
     code, output = andon(*command, "--lora.rank=2", cwd=place)
     assert code == 1 and "lora.rank 8 → 2" in output, output
+    code, output = andon("status", "killed", cwd=place)
+    assert code == 0 and " done " in output, output
 
 
 @pytest.mark.parametrize(
@@ -194,6 +197,27 @@ def test_the_command_line_merges_and_answers(place: Path, answers: list[dict[str
     for command in (("generate", "two/adapter", "x"), ("merge", "two/adapter", "--out=never")):
         code, output = andon(*command, cwd=place)
         assert code == 1 and "two/adapter is damaged" in output and "tensor" in output, output
+
+
+def test_what_is_still_needed_is_not_replaced(place: Path, answers: list[dict[str, Any]], tmp_path: Path) -> None:
+    adapter, base = place / "one" / "adapter", tmp_path / "base"
+    for other in (adapter, place / "one" / "checkpoints" / "checkpoint-6"):
+        with pytest.raises(UserError, match="is in the way"):
+            merge(adapter, other)
+    merge(adapter, base)
+    (tmp_path / "later").mkdir()
+    shutil.copyfile(adapter / "adapter_model.safetensors", tmp_path / "later" / "adapter_model.safetensors")
+    settings = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(base)}
+    (tmp_path / "later" / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"base cannot be replaced\nIt holds .*base, which is merged"):
+        merge(tmp_path / "later", base)
+    merge(adapter, place / "one" / "merged")
+    again = ("finetune", "one/merged", "plots.jsonl", *QUICK, "--run.dir=one", "--resume=none")
+    code, output = andon(*again, cwd=place)
+    assert code == 1 and "one/merged is in the run's own folder" in output, output
+    assert summary(place / "one") == answers[0]
+    code, output = andon("finetune", "one", "plots.jsonl", *QUICK, "--run.dir=new", cwd=place)
+    assert code == 1 and "one/adapter is an adapter" in output and "andon merge" in output, output
 
 
 def test_a_checkpoint_of_adapters_is_no_adapter(place: Path, answers: list[dict[str, Any]]) -> None:

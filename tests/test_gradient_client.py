@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -148,6 +150,26 @@ def test_our_worker_is_told_why_the_server_halted() -> None:
             server.halt(3, str(caught.value))
             with pytest.raises(ServerHalted, match=r"step 3: halt: worker 0 sent a non-finite gradient"):
                 averaging.result(SECONDS)
+
+
+def test_a_heartbeat_that_the_kernel_takes_half_of_is_completed() -> None:
+    name = "n" * 10_000
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(WorkerClient, listener.getsockname(), JoinRequest(name, 0, "cpu"), SECONDS, 0.002)
+        plain = PlainSocket(listener.accept()[0])
+        plain.receive()
+        plain.send(struct.pack("<BQ", 0x40, 1000))
+        plain.send(struct.pack("<BII", 2, 0, 1))
+        with plain.sock, joining.result(SECONDS) as client:
+            until = time.monotonic() + SECONDS
+            while not client._rest_of_beat and time.monotonic() < until:  # nobody reads: the kernel fills
+                time.sleep(0.01)
+            averaging = pool.submit(client.average, 0, np.ones(1, np.float32))
+            while (payload := plain.receive())[0] == 6:
+                assert payload[5:-8] == name.encode()
+            assert payload == struct.pack("<BQIQffQQ", 4, 0, 0, 1, 1.0, 0.0, 0, 0)
+            plain.send(struct.pack("<BQQff", 5, 0, 1, 1.0, 0.0))
+            assert averaging.result(SECONDS)[0].tolist() == [1.0]
 
 
 def test_our_worker_gives_up_a_silent_server_of_ours() -> None:

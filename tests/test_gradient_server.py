@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -125,9 +126,10 @@ def test_the_loss_is_added_in_single_precision() -> None:
     total = np.float32(0)
     for loss, count in losses:
         total += np.float32(loss) * np.float32(count)
-    assert global_loss(losses) == float(total / np.float32(16_777_225))
-    assert global_loss(losses) != sum(float(np.float32(loss)) * count for loss, count in losses) / 16_777_225
-    assert global_loss([]) == global_loss([(3.0, 0)]) == 0.0
+    found = global_loss(dict(enumerate(losses)), 0)
+    assert found == float(total / np.float32(16_777_225))
+    assert found != sum(float(np.float32(loss)) * count for loss, count in losses) / 16_777_225
+    assert global_loss({}, 0) == global_loss({0: (3.0, 0)}, 0) == 0.0
 
 
 def test_no_samples_make_no_loss() -> None:
@@ -309,17 +311,18 @@ def test_a_sum_that_overflows_halts_and_names_the_worker_at_which_it_did() -> No
 
 
 @pytest.mark.parametrize(
-    ("value", "complaint"),
+    ("losses", "complaint"),
     [
-        (float("nan"), "worker 0 sent a non-finite gradient"),
-        (float("inf"), "worker 0 sent a non-finite gradient"),
-        (3e38, "worker 1 makes the mean loss non-finite"),  # times 100 samples
+        ((float("nan"), 1.0), "worker 0 sent a non-finite gradient"),
+        ((float("inf"), 1.0), "worker 0 sent a non-finite gradient"),
+        ((3e38, 1.0), "worker 0 makes the mean loss non-finite"),  # times 100 samples
+        ((2e36, 2e36, 1.0), "worker 1 makes the mean loss non-finite"),
     ],
 )
-def test_a_loss_that_is_not_finite_halts_too(value: float, complaint: str) -> None:
-    with session(2) as (server, workers):
-        for worker in workers:
-            worker.send_gradient(3, [1.0], value if worker.worker_id == 0 else 1.0, 1, 100)
+def test_a_loss_that_is_not_finite_halts_too(losses: tuple[float, ...], complaint: str) -> None:
+    with session(len(losses)) as (server, workers):
+        for worker, loss in zip(workers, losses, strict=True):
+            worker.send_gradient(3, [1.0], loss, 1, 100)
         with pytest.raises(NonFiniteGradient, match=rf"{complaint} at step 3 .loss"):
             server.collect(Dialogue())
 
@@ -388,6 +391,60 @@ def test_a_frame_that_has_begun_must_go_on() -> None:
         workers[1].sock.sendall(struct.pack(">IB", 50, 4))
         assert server.collect(Dialogue()).workers == (0,)
         assert [(gone.worker.worker_id, gone.cause) for gone in lost] == [(1, "stalled")]
+
+
+@pytest.mark.alone
+def test_a_worker_that_reads_too_slowly_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("andon.protocol2.worker.SLOWEST", 1e9)
+    lost: Lost = []
+    big = np.ones(4_000_000, np.float32)  # more than the kernel holds for a worker that does not read
+    with session(2, dead_after=0.5, lost=lost) as (server, workers), ThreadPoolExecutor(3) as pool:
+        dialogue = Dialogue()
+        for worker in workers:
+            pool.submit(worker.send_gradient, 0, big, 1.0, 1, 1)
+        reading = pool.submit(workers[0].averaged)
+        server.broadcast(server.collect(dialogue))
+        assert [(gone.worker.worker_id, gone.cause, gone.detail) for gone in lost] == [
+            (1, "stalled", "it reads too slowly")
+        ]
+        assert reading.result(SECONDS)[0] == 0
+        workers[0].send_gradient(1, [2.0], 1.0, 1, 1)
+        assert server.collect(dialogue).workers == (0,)
+
+
+@pytest.mark.alone
+def test_what_waits_behind_a_mean_has_its_time() -> None:
+    """A worker that is busy before it reads its mean is not dropped for a short message that came meanwhile."""
+    lost: Lost = []
+    big = np.ones(4_000_000, np.float32)
+    with GradientServer(dead_after=1.5, on_lost=lost.append) as server, ThreadPoolExecutor(3) as pool:
+        joining = pool.submit(server.wait_for_workers, 2, SECONDS)
+        ours, other = PlainWorker(server.address, join=False), PlainWorker(server.address)
+        ours.send(struct.pack("<BI", 1, 1) + b"n" + struct.pack("<II", 1, 9) + b"cpu+andon")
+        joining.result(SECONDS)
+        assert ours.receive()[0] == 0x40
+        _, ours.worker_id, _ = struct.unpack("<BII", ours.receive())
+        for worker in (ours, other):
+            pool.submit(worker.send_gradient, 0, big, 1.0, 1, 1)
+        sending = pool.submit(lambda: server.broadcast(server.collect(Dialogue())))
+        other.averaged()
+        other.sock.close()
+        for _ in range(25):
+            time.sleep(0.1)
+            ours.beat()
+        tags = (ours.receive()[0] for _ in itertools.count())
+        assert list(itertools.islice((tag for tag in tags if tag != 6), 2)) == [5, 0x41]
+        sending.result(SECONDS)
+        assert [gone.worker.worker_id for gone in lost] == [other.worker_id]
+        ours.sock.close()
+
+
+def test_an_empty_piece_is_refused() -> None:
+    with session(1) as (server, (worker,)):
+        head = struct.pack("<BQIBIIIQQ", 0x43, 0, 0, 4, 0, 0, 0, 0, 10)
+        worker.send(head + struct.pack("<QfQQ", 0, 1.0, 1, 1))
+        with pytest.raises(WorkerGone, match="a piece of 0 floats at 0 of 10"):
+            server.collect(Dialogue())
 
 
 def test_strangers_at_the_door_do_not_hold_up_the_workers() -> None:

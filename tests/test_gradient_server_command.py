@@ -25,7 +25,7 @@ import pytest
 from tests.gradient_servers import Server, everyone, serving, vectors
 from tests.group_harness import busy
 from tests.plain_peers import SECONDS, PlainWorker, sequential_mean
-from tests.runs import ctrl_c, end_started, events, start, summary
+from tests.runs import andon, ctrl_c, end_started, events, start, summary
 
 LONGEST = 24_999_989
 soak = [pytest.mark.soak, pytest.mark.timeout(3600)]
@@ -258,6 +258,8 @@ def test_an_unequal_pair_ends_the_session_and_names_both(tmp_path: Path) -> None
     lines = output.strip().splitlines()
     assert code == 1 and "worker 0: whole vector of step 0 with 3 floats" in lines[-3] and "worker 1: " in lines[-3]
     assert "Nobody can tell" in lines[-2]
+    (ending,) = events(tmp_path / "run", "stopped")
+    assert "with 3 floats" in ending["reason"] and state_of(tmp_path) == "stopped"
 
 
 def test_workers_that_all_vanish_in_a_step_end_it_with_an_error(tmp_path: Path) -> None:
@@ -266,6 +268,31 @@ def test_workers_that_all_vanish_in_a_step_end_it_with_an_error(tmp_path: Path) 
             worker.sock.close()
         code, output = server.finish()
     assert code == 1 and "Every worker is gone in step 0" in output
+    (ending,) = events(tmp_path / "run", "stopped")
+    assert "Every worker is gone in step 0: Worker " in ending["reason"] and state_of(tmp_path) == "stopped"
+
+
+def state_of(cwd: Path) -> str:
+    """What `andon status` says of the session."""
+    code, output = andon("status", "run", "--json", cwd=cwd)
+    assert code == 0, output
+    state: str = json.loads(output)["state"]
+    return state
+
+
+def test_counts_that_make_no_share_give_no_accuracy(tmp_path: Path) -> None:
+    with serving(tmp_path, "--workers=1", "--steps=2") as server:
+        (worker,) = server.join(1)
+        for step in range(2):
+            worker.send_gradient(step, [1.0], 0.5, 2, 1)
+            worker.averaged()
+        worker.receive()
+        worker.sock.close()
+        code, output = server.finish()
+    assert code == 0 and "loss 0.5000  workers 1" in output, output
+    assert output.count("no accuracy, because workers count 2 of 1 as correct") == 1
+    assert [(each["accuracy"], each["correct"]) for each in events(tmp_path / "run", "step")] == [(None, 2)] * 2
+    assert summary(tmp_path / "run")["accuracy"] is None
 
 
 def test_ctrl_c_ends_the_session_with_4(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_activations_are_what_autograd_keeps(shape: Shape, windows: int) -> 
 
 def test_plan_needs_no_torch_and_shows_what_settings_would_change(tmp_path: Path) -> None:
     script = (
-        "import sys; sys.argv = ['andon', 'plan', '--model.preset=30m', '--workers=2']\n"
+        "import sys; sys.argv = ['andon', 'plan', '--model.preset=30m', '--workers=2', '--numerics=native']\n"
         "from andon.cli import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from andon.config.load import load
 from andon.errors import UserError
+from andon.protocol2.client import ServerHalted
 from andon.protocol2.group import Protocol2Group
 from andon.transport.base import Group, Settings, open_group
 from andon.transport.torch_dist import StoreRendezvous
@@ -76,7 +77,7 @@ def test_a_nan_halts_the_run_and_the_server_and_both_name_it(tmp_path: Path, wor
         code, output = andon(
             "train", *SMALL, f"--workers={workers}", fault, "--run.dir=run", *over(server.address), cwd=tmp_path
         )
-        assert code == 3, output
+        assert code == 3 and "go on from there" in output and "on_nonfinite" not in output, output
         assert server.finish()[0] == 3
     ours, theirs = (json.loads((tmp_path / name / "halt.json").read_text()) for name in ("run", "server"))
     (found,) = ours["findings"]
@@ -121,6 +122,29 @@ def test_a_server_that_is_not_there_or_serves_others_is_refused_in_three_lines(t
     assert "Rank 0 is worker 1 of the gradient server" in output and "not of this run" in output
 
 
+def test_a_server_that_shares_out_samples_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with gradient_server(tmp_path, 2, "--samples=10") as server:
+        code, output = andon("train", *SMALL, "--workers=2", "--run.dir=run", *over(server.address), cwd=tmp_path)
+    assert code == 1, output
+    cause, remedy = output.strip().splitlines()[-2:]
+    assert f"The gradient server at 127.0.0.1:{server.address[1]} shares out samples" in cause, output
+    assert "Start it without --samples" in remedy
+
+
+@pytest.mark.alone
+def test_a_server_that_dies_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with gradient_server(tmp_path, 2) as server:
+        options = ["--workers=2", "--train.steps=100000", "--run.dir=run"]
+        process = start("train", *SMALL, *options, *over(server.address), cwd=tmp_path)
+        wait_for_step(tmp_path / "run", 3, process)
+        server.process.kill()
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "the gradient server was lost" in output, output
+    cause, remedy = output.strip().splitlines()[-2:]
+    assert f"The gradient server at 127.0.0.1:{server.address[1]} has ended or cannot be reached" in cause, output
+    assert "Start `andon gradient-server` again, then this command: it resumes" in remedy
+
+
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
@@ -128,6 +152,10 @@ def test_a_server_that_is_not_there_or_serves_others_is_refused_in_three_lines(t
         ({"group.transport": "protocol2", "group.server": "somewhere"}, "group.server = 'somewhere' is not HOST:PORT"),
         ({"group.transport": "protocol2", "group.server": "a b:1"}, "group.server = 'a b:1' is not HOST:PORT"),
         ({"group.transport": "ring", "group.server": "host:1"}, "group.server is for group.transport protocol2"),
+        (
+            {"group.transport": "protocol2", "group.server": "host:1", "on_nonfinite": "skip"},
+            "on_nonfinite = 'skip' needs another transport: the server of protocol2 halts",
+        ),
     ],
 )
 def test_the_server_is_named_exactly_where_it_is_needed(keys: dict[str, str], complaint: str) -> None:
@@ -206,6 +234,20 @@ def test_blocks_come_first_and_missing_components_are_empty() -> None:
             order, sums = done.result(SECONDS)
             assert order == [2, 3, 0, 1]
             assert sums == [5.0, 7.0, 1.0, 3.0] * 2
+
+
+def test_who_goes_on_after_the_server_has_halted_is_told_where_to_look(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with gradient_server(tmp_path, 1) as server:
+        settings = Settings(SECONDS, server=server.address, keys=link_keys(0, 1))
+        with open_group("protocol2", StoreRendezvous(store, 0, 1, SECONDS), settings) as group:
+            row = torch.full((1, 3), float("nan"))
+            group.all_reduce(row)
+            with pytest.raises(ServerHalted) as caught:
+                group.all_reduce(torch.ones(1, 3))
+        assert server.finish()[0] == 3
+    assert f"The gradient server at 127.0.0.1:{server.address[1]} found" in caught.value.cause
+    assert "halt.json" in caught.value.remedy
 
 
 def test_a_model_that_is_too_large_for_another_server_is_refused_before_the_first_step() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from transformers import AutoTokenizer
 
 from andon.config.load import keys, load
 from andon.run.ending import again
@@ -75,6 +74,8 @@ def test_generate_takes_the_newest_good_checkpoint_of_a_run(tmp_path: Path) -> N
     asked = ["--length=4", "--temperature=0"]
     whole = andon("generate", "run", "Once", *asked, cwd=tmp_path)
     assert whole == andon("generate", "run/checkpoints/checkpoint-6", "Once", *asked, cwd=tmp_path) and whole[0] == 0
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(checkpoints / "checkpoint-6")
     assert tokenizer.pad_token == tokenizer.eos_token == "<|endoftext|>"
     with open(checkpoints / "checkpoint-6" / "model.safetensors", "r+b") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -218,7 +219,7 @@ def name_classes(model: Path, *names: str) -> None:
     ("spoil", "what"),
     [
         (_text, "data.jsonl, line 2: this is not JSON"),
-        (_txt, "data.txt holds no samples"),
+        (_txt, "data.txt is not a kind of sample file that can be read"),
         (_no_model, "model is not a model"),
         (_unknown, "names no model that transformers"),
         (_no_tokenizer, "has no tokenizer that can be read"),
@@ -255,6 +256,15 @@ def test_files_of_the_same_name_are_told_apart_by_their_folders(models: Path, tm
     found = samples_of(models / "llama", tmp_path)
     assert (found.place(0), found.place(20)) == ("one/plots.jsonl:1", "two/plots.jsonl:1")
     assert (found.find("two/plots.jsonl:1"), found.find("two/plots.jsonl:21"), found.find("x")) == (20, None, None)
+
+
+def test_a_folder_of_samples_may_hold_other_files_and_compressed_ones(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    (tmp_path / "set" / "README.md").write_text("About these samples")
+    plain = plots(tmp_path / "plots.jsonl", 20)
+    (tmp_path / "set" / "data" / "plots.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    found, same = samples_of(models / "llama", tmp_path / "set"), samples_of(models / "llama", plain)
+    assert found.ids.tolist() == same.ids.tolist() and found.place(0) == "plots.jsonl.gz:1"
 
 
 def test_the_context_is_at_most_what_the_tokenizer_allows(models: Path, tmp_path: Path) -> None:

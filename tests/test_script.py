@@ -46,17 +46,6 @@ def test_every_example_gives_the_same_bits_on_one_two_and_three_workers(
     assert len(found) == 1
 
 
-def test_torchrun_and_python_alone_give_the_bits_of_andon_run(tmp_path: Path) -> None:
-    script, environ = str(EXAMPLES / "cnn.py"), environment(tmp_path)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, "6"]
-    outputs = [run(tmp_path, 2, "cnn.py", "6")]
-    for command in (launcher, [sys.executable, script, "6"]):
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
-    assert len(set(map(digest, outputs))) == 1
-
-
 def test_ctrl_c_saves_and_exits_with_4_and_other_workers_go_on_to_the_undisturbed_digest(tmp_path: Path) -> None:
     whole = digest(run(tmp_path, 1, "resume.py", "whole", "60"))
     process = start("run", "--workers=2", str(EXAMPLES / "resume.py"), "run", "60", cwd=tmp_path)

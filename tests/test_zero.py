@@ -144,7 +144,7 @@ def sent_in_a_step(group: Group, tokens: Path, policies: list[str]) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize(("transport", "size"), [*worlds(2, 4, processes_only=True), ("star", 3)])
+@pytest.mark.parametrize(("transport", "size"), [*worlds(4, processes_only=True), ("star", 3), ("shm", 2)])
 def test_a_step_sends_what_is_planned_and_zero_no_more_than_an_all_reduce(
     tokens: Path, transport: str, size: int
 ) -> None:

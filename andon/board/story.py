@@ -151,8 +151,6 @@ class Story:
         rank, host = integer(event.get("rank")), event.get("host")
         if 0 <= rank < MOST_WORKERS:
             self._arrived[rank] = (self.time, host if isinstance(host, str) else "")
-        if self.state in ("done", "stopped", "halted"):
-            self.state = "waiting"
 
     def _on_start(self, event: Event) -> None:
         """The run begins, or begins anew: nobody of before takes part any more."""

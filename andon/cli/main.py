@@ -53,7 +53,7 @@ def main() -> None:
         from andon.run.display import show_error
 
         if isinstance(error, GroupError):
-            error = UserError(str(error), "A worker died or cannot be reached", "The same command resumes")
+            error = UserError(str(error), error.cause, error.remedy or "The same command resumes")
         show_error(terminal(stderr=True), error)
         sys.exit(1)
     except OSError as error:

@@ -49,6 +49,14 @@ def show_plan(console: Console, config: RunSettings) -> None:
     return outlook.show_plan(console, _pretraining(config))
 
 
+def inputs(config: RunSettings) -> tuple[str, ...]:
+    """What a run reads that its user has named: files, folders and globs."""
+    if isinstance(config, FinetuneConfig):
+        return (config.model, *config.data.files)
+    config = _pretraining(config)
+    return (*config.data.corpus, config.data.tokenizer, *([config.model.source] if config.model.source else []))
+
+
 def planner(config: RunSettings) -> Callable[[Any], Plan]:
     """What makes the plan of a settled run, and of the same run with other settings."""
     if isinstance(config, FinetuneConfig):

@@ -18,7 +18,7 @@ from rich.console import Console
 from andon.board.serve import beside
 from andon.checkpoint.listing import step_of
 from andon.cluster.bf16 import check_bf16
-from andon.cluster.kinds import libraries, prepare, settle, show_data, show_plan
+from andon.cluster.kinds import inputs, libraries, prepare, settle, show_data, show_plan
 from andon.cluster.nursery import Nursery
 from andon.cluster.processes import Command, Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
@@ -109,7 +109,7 @@ def run_folder(config: RunSettings, resume: str, console: Console) -> Iterator[t
     with contextlib.closing(RunFolder(config.run.dir)) as folder:
         folder.take()
         try:
-            if resume == "none" and (aside := folder.move_aside()):
+            if resume == "none" and (aside := folder.move_aside(inputs(config))):
                 with contextlib.suppress(FileNotFoundError):  # workers have copies of the token
                     (aside / FILE).rename(folder.folder / FILE)
                 console.print(f"The earlier run is now in {aside}", style="dim")

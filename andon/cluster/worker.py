@@ -106,7 +106,7 @@ def _train_and_report(
         log(str(error))
     except GroupError as error:
         text = _with_host(str(error), client)
-        client.fail(f"{stopped}: {text}", "A worker died or cannot be reached", START_AGAIN)
+        client.fail(f"{stopped}: {text}", error.cause, error.remedy or START_AGAIN)
         log(f"{stopped}: {text}")
     except Exception as error:
         what = f"{stopped}: {type(error).__name__}: {error}"

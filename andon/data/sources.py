@@ -60,13 +60,13 @@ class Counts:
     """progress through the input: bytes of its files, or stories"""
 
 
-def find_files(paths: Sequence[str]) -> list[Path]:
-    """The text files that files, folders and globs name, sorted, without duplicates."""
-    found = sorted(file for path in paths for file in _matches(path))
+def find_files(paths: Sequence[str], suffixes: Sequence[str] = SUFFIXES, holding: str = "text") -> list[Path]:
+    """The files with these suffixes that files, folders and globs name, sorted, without duplicates."""
+    found = sorted(file for path in paths for file in _matches(path, suffixes, holding))
     for file in found:
-        if kind_of(file) not in SUFFIXES:
-            cause = f"its name does not end in {', '.join(SUFFIXES)}"
-            raise UserError(f"{file} is not a kind of text file that can be read", cause, "Rename or convert it")
+        if kind_of(file) not in suffixes:
+            cause = f"its name does not end in {', '.join(suffixes)}"
+            raise UserError(f"{file} is not a kind of {holding} file that can be read", cause, "Rename or convert it")
         if not os.access(file, os.R_OK):
             raise UserError(f"{file} cannot be read", "this user has no permission to read it", f"chmod +r {file}")
     unique: dict[Path, Path] = {}
@@ -76,29 +76,29 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     return list(unique.values())
 
 
-def _matches(path: str) -> list[Path]:
-    given = expand(path)
+def _matches(path: str, suffixes: Sequence[str], holding: str) -> list[Path]:
+    given, in_folders = expand(path), [suffix for suffix in suffixes if suffix not in NAMED_ONLY]
     # Not Path.glob, which does not skip hidden files.
     names = [given] if given.exists() else map(Path, glob(str(given), recursive=True))  # noqa: PTH207
-    files = [file.absolute() for name in names for file in ([name] if name.is_file() else _walk(name))]
+    files = [file.absolute() for name in names for file in ([name] if name.is_file() else _walk(name, in_folders))]
     if not files:
-        what = f"No text found at {path}"
+        what = f"No {holding} found at {path}"
         if not given.is_dir():
             raise UserError(what, "There is no such file or folder", f"ls {given.parent}")
-        read = [suffix for suffix in SUFFIXES if suffix not in NAMED_ONLY]
-        cause = f"The folder has no file whose name ends in {', '.join(read)}"
-        raise UserError(what, cause, "Rename the files to NAME.txt; a .json file is read if it is named itself")
+        cause = f"The folder has no file whose name ends in {', '.join(in_folders)}"
+        named = "; a .json file is read if it is named itself" if in_folders != list(suffixes) else ""
+        raise UserError(what, cause, f"Rename the files to NAME{suffixes[0]}{named}")
     return files
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise _unreadable(Path(error.filename), error) from error
 
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(root, name) for name in names if not name.startswith(".")):
-            if kind_of(file) in SUFFIXES and kind_of(file) not in NAMED_ONLY and file.is_file():
+            if kind_of(file) in suffixes and file.is_file():
                 yield file
 
 
@@ -107,14 +107,14 @@ def documents(files: Sequence[Path], counts: Counts) -> Iterator[Document]:
     readers = {".txt": _txt, ".md": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     for file in files:
         before = counts.read
-        with _reading(file):
+        with reading(file):
             yield from readers[kind_of(file).removesuffix(".gz")](file, counts)
             counts.read = before + file.stat().st_size
 
 
 def _txt(file: Path, counts: Counts) -> Iterator[Document]:
     before = counts.read
-    with _open(file) as stream:
+    with open_plain(file) as stream:
         for piece in _pieces(stream, counts):
             counts.read = before + _position(stream)
             yield piece
@@ -122,7 +122,7 @@ def _txt(file: Path, counts: Counts) -> Iterator[Document]:
 
 def _jsonl(file: Path, counts: Counts) -> Iterator[Document]:
     before = counts.read
-    with _open(file) as stream:
+    with open_plain(file) as stream:
         for number, line in enumerate(stream, 1):
             counts.read = before + _position(stream)
             if not line.strip():
@@ -144,7 +144,7 @@ def _row(row: Any, file: Path, place: str, counts: Counts) -> Iterator[Document]
 
 def _json(file: Path, counts: Counts) -> Iterator[Document]:
     """A list of rows, one row, or lines as in a .jsonl file; a list is held in memory as a whole."""
-    with _open(file) as stream:
+    with open_plain(file) as stream:
         try:
             found = json.loads(_decode(stream.read(), Counts()))
         except (ValueError, RecursionError):
@@ -208,7 +208,7 @@ def _decode(data: bytes, counts: Counts) -> str:
 
 def stamp(file: Path) -> tuple[str, int, int]:
     """Path, size and modification time: different once the file has changed."""
-    with _reading(file):
+    with reading(file):
         stat = file.stat()
     return str(file), stat.st_size, stat.st_mtime_ns
 
@@ -237,7 +237,7 @@ def digests(files: Sequence[Path], index: Path, progress: Progress) -> list[str]
 def digest(file: Path, progress: Progress = quiet, done: int = 0, total: int = 0) -> str:
     """BLAKE3 of a file."""
     hasher = blake3()
-    with _reading(file), file.open("rb") as stream:
+    with reading(file), file.open("rb") as stream:
         while data := stream.read(1 << 20):
             hasher.update(data)
             progress("reading", done + stream.tell(), total)
@@ -256,7 +256,8 @@ def _position(stream: BinaryIO) -> int:
     return on_disk.tell()
 
 
-def _open(file: Path) -> BinaryIO:
+def open_plain(file: Path) -> BinaryIO:
+    """A file without its compression and its byte-order mark."""
     stream: Any = gzip.GzipFile(file) if kind_of(file).endswith(".gz") else file.open("rb")
     if stream.peek(len(BOM))[: len(BOM)] == BOM:
         stream.seek(len(BOM))
@@ -265,7 +266,8 @@ def _open(file: Path) -> BinaryIO:
 
 
 @contextmanager
-def _reading(file: Path) -> Iterator[None]:
+def reading(file: Path) -> Iterator[None]:
+    """What goes wrong while a file is read, in three lines."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:

@@ -32,9 +32,7 @@ class Base:
     def __init__(self, folder: str | Path) -> None:
         self.folder = expand(folder).absolute()
         if not (self.folder / "config.json").is_file():
-            cause = "It has no config.json" if self.folder.is_dir() else "There is no such folder"
-            remedy = "Download the model first (`hf download NAME --local-dir FOLDER`) and name its folder"
-            raise UserError(f"{folder} is not a model", cause, remedy)
+            raise _not_a_model(self.folder)
         self._transformers = _import_transformers()
         self.config = self._read_config()
 
@@ -131,9 +129,27 @@ class Base:
         return blake3(json.dumps([[file.name, file_digest(file)] for file in files]).encode()).hexdigest()
 
 
+def read_small(path: Path) -> dict[str, Any]:
+    """A small JSON file; nothing if it is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def first_line(error: Exception) -> str:
     """The first line of a library's error, or its name."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _not_a_model(folder: Path) -> UserError:
+    cause = "It has no config.json" if folder.is_dir() else "There is no such folder"
+    remedy = "Download the model first (`hf download NAME --local-dir FOLDER`) and name its folder"
+    for adapter in (folder, folder / "adapter"):
+        if (adapter / "adapter_config.json").is_file():
+            cause, remedy = f"{adapter} is an adapter", f"`andon merge {adapter}`, then name the merged model"
+    return UserError(f"{folder} is not a model", cause, remedy)
 
 
 def _import_transformers() -> Any:

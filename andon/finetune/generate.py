@@ -1,6 +1,5 @@
 """`andon generate` of an adapter or of any Hugging Face model: text that it writes, or the class of a text."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,10 @@ import torch
 from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.errors import UserError
 from andon.finetune.answer import Answering
-from andon.finetune.base import SORTER, Base
+from andon.finetune.base import SORTER, Base, read_small
 from andon.finetune.model import labels_of, load_adapter, load_weights
-from andon.finetune.result import RESULTS
+from andon.finetune.result import RESULTS, read_state
+from andon.finetune.samples.encode import TemplateRefuses, render
 
 LENGTH = 256
 """Tokens of a text, unless told otherwise."""
@@ -25,10 +25,10 @@ def result_of(folder: Path) -> Path:
 
 def is_for_transformers(folder: Path) -> bool:
     """Whether `transformers` must load a folder: an adapter, a result of fine-tuning, or no plain Llama."""
-    state = _read(folder / "state.json")
+    state = read_state(folder)
     if (folder / "adapter_config.json").is_file() or "columns" in state or _saved_by_finetuning(state):
         return True
-    found = _read(folder / "config.json")
+    found = read_small(folder / "config.json")
     return bool(found) and found.get("architectures", ["LlamaForCausalLM"]) != ["LlamaForCausalLM"]
 
 
@@ -43,11 +43,9 @@ def generate(folder: Path, prompt: str, *, count: int, length: int, temperature:
             raise UserError("There is no text", "A classifier needs one", "Give the text after the folder")
         label, share = answering.classify(ids)
         return [f"{label} ({share:.1%})"]
-    chat = _read(folder / "state.json").get("columns") == "messages"
+    chat = read_state(folder).get("columns") == "messages"
     if chat:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
+        prompt = _as_message(tokenizer, prompt)
     start = tokenizer(prompt, add_special_tokens=not chat)["input_ids"]
     if len(start) > 1 and start[-1] == tokenizer.eos_token_id:
         start = start[:-1]
@@ -66,25 +64,29 @@ def open_folder(folder: Path) -> Answering:
     if (folder / "adapter_config.json").is_file():
         model, base, task = load_adapter(folder)
         return Answering(model, base, task, labels_of(folder, base))
-    if not (folder / "config.json").is_file() and _saved_by_finetuning(_read(folder / "state.json")):
+    if not (folder / "config.json").is_file() and _saved_by_finetuning(read_state(folder)):
         cause = "It is there to resume from: its adapters are not in PEFT's format yet"
         remedy = "Use the folder `adapter` of the run, which is written at its end"
         raise UserError(f"{folder} is a checkpoint of a fine-tuning run", cause, remedy)
     base = Base(folder)
     task = "classes" if base.architecture.endswith(SORTER) else "answers"
     labels = labels_of(folder, base)
-    return Answering(load_weights(base, task, labels)[0].eval(), base, task, labels)
+    model, new = load_weights(base, task, labels)
+    if new:
+        cause = f"{len(new):,} of its tensors are missing, such as {new[0]}: it was not trained as a classifier"
+        raise UserError(f"{folder} cannot answer yet", cause, f"`andon finetune {folder} DATA` trains it")
+    return Answering(model.eval(), base, task, labels)
+
+
+def _as_message(tokenizer: Any, prompt: str) -> str:
+    """A prompt as the user's message of a chat, up to where the answer begins."""
+    try:
+        return render(tokenizer, [{"role": "user", "content": prompt}], answering=True)
+    except TemplateRefuses as error:
+        remedy = "Use it in transformers with the messages that its template expects"
+        raise UserError("The model's chat template refuses a message of the user alone", str(error), remedy) from None
 
 
 def _saved_by_finetuning(state: dict[str, Any]) -> bool:
     config = state.get("config")
     return isinstance(config, dict) and "lora" in config
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A small JSON file; nothing if it is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

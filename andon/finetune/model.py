@@ -85,7 +85,23 @@ def add_adapters(model: nn.Module, task: Task, lora: LoraConfig, new: Sequence[s
         cause = first_line(error)
         remedy = f"Give --lora.targets some of {', '.join(names[:12])}"
         raise UserError(f"Adapters cannot be added to {', '.join(lora.targets)}", cause, remedy) from None
+    refuse_tied(found)
     return found
+
+
+def refuse_tied(adapted: nn.Module) -> None:
+    """Refuse an adapter of a weight that two modules share: merged, it would change the other module as well."""
+    users: dict[int, list[str]] = {}
+    for name, module in adapted.named_modules():
+        if isinstance(weight := getattr(module, "weight", None), nn.Parameter) and not hasattr(module, "lora_A"):
+            users.setdefault(id(weight), []).append(name.removesuffix(".base_layer").removeprefix("base_model.model."))
+    for shared in (names for names in users.values() if len(names) > 1):
+        for name in shared:
+            if hasattr(adapted.get_submodule(f"base_model.model.{name}"), "lora_A"):
+                others = " and ".join(other for other in shared if other != name)
+                cause = f"It shares its weight with {others}, so the adapter could not be merged into it"
+                remedy = "Leave it out of --lora.targets"
+                raise UserError(f"An adapter cannot be added to {name}", cause, remedy)
 
 
 def import_peft() -> Any:

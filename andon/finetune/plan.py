@@ -52,7 +52,7 @@ def show_plan(console: Console, config: FinetuneConfig) -> None:
     held_out = SampleBatches(samples, config).held_out
     table = Table.grid(Column(style="bold"), "", padding=(0, 2))
     table.add_row("model", escape(f"{config.model} · {base.architecture}"))
-    targets = ", ".join(lora.targets) or "every linear layer"
+    targets = ", ".join(lora.targets) or "every linear layer but the last"
     adapters = f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {targets}" if lora.rank else "all weights"
     table.add_row("trained", escape(adapters))
     table.add_row("data", escape(f"{', '.join(config.data.files)} · {_describe(samples)}, {held_out:,} held out"))

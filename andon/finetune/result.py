@@ -1,6 +1,5 @@
 """What fine-tuning gives: an adapter in PEFT's own format, or a model folder; with a manifest, whole or not at all."""
 
-import contextlib
 import copy
 import json
 import shutil
@@ -16,14 +15,15 @@ from andon.checkpoint.manifest import ADAPTER, render, verify_named
 from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.errors import UserError
 from andon.files import expand, sync
-from andon.finetune.base import Base
-from andon.finetune.model import import_peft, load_adapter
+from andon.finetune.base import Base, read_small
+from andon.finetune.model import import_peft, load_adapter, refuse_tied
 from andon.finetune.samples.sample_set import SampleSet
 
 RESULTS: Final = ("adapter", "model")
 """Where a run's folder has its result."""
 SAMPLING: Final = "generation_config.json"
 ONE_FILE: Final = "100000GB"
+ELSEWHERE: Final = "Choose another folder: --out FOLDER"
 
 
 def write_result(run: Path, model: nn.Module, base: Base, samples: SampleSet, state: Mapping[str, Any]) -> Path:
@@ -46,20 +46,26 @@ def merge(adapter: Path, out: Path | None) -> Path:
         raise UserError(f"{adapter} is not an adapter", cause, "Name the folder `adapter` of a fine-tuning run")
     known = verify_named(adapter)
     target = expand(out).absolute() if out else adapter.with_name("merged")
-    if target.exists() and not (target / MANIFEST).exists():
+    if target.exists() and "adapter" not in read_state(target):
         cause = "Something else is there, which is not replaced"
-        raise UserError(f"{target} is in the way", cause, "Choose another folder: --out FOLDER")
+        raise UserError(f"{target} is in the way", cause, ELSEWHERE)
     model, base, _ = load_adapter(adapter)
+    refuse_tied(model)
+    for needed in (adapter, base.folder):
+        if needed.resolve().is_relative_to(target.resolve()):
+            raise UserError(f"{target} cannot be replaced", f"It holds {needed}, which is merged", ELSEWHERE)
     merged: nn.Module = model.merge_and_unload()  # type: ignore[operator]
-    state = {}
-    with contextlib.suppress(OSError, ValueError):
-        state = json.loads((adapter / "state.json").read_text(encoding="utf-8"))
 
     def write(folder: Path) -> None:
         _write_model(merged, base, folder)
-        _write_state(folder, {"step": 0, **state, "adapter": str(adapter)})
+        _write_state(folder, {"step": 0, **read_state(adapter), "adapter": str(adapter)})
 
     return publish(target, write, known.step if known else 0)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The `state.json` of a folder; nothing if it has none."""
+    return read_small(folder / "state.json")
 
 
 def publish(folder: Path, write: Callable[[Path], None], step: int) -> Path:

@@ -52,6 +52,8 @@ class WorkerClient:
         """Floats of a piece; 0: the server knows only version 2."""
         self._node_id = join.node_id
         self._sending = threading.Lock()
+        self._rest_of_beat = b""
+        """What the kernel did not take of a heartbeat: the next message comes behind it."""
         self._link = Link(address, mover)
         try:
             self._send(encode(replace(join, backend=join.backend + MARK)), "joining")
@@ -135,14 +137,16 @@ class WorkerClient:
 
     def _send(self, frame: list[Buffer], operation: str) -> None:
         with self._sending:
-            self._link.send(frame, operation)
+            rest, self._rest_of_beat = self._rest_of_beat, b""
+            self._link.send([rest, *frame], operation)
 
     def _beat(self) -> None:
         if self._sending.acquire(blocking=False):
             try:
                 beat = messages.Heartbeat(self._node_id, int(time.time() * 1000))
+                data = self._rest_of_beat or b"".join(encode(beat))
                 with suppress(OSError):  # the next send or receive fails too, and reports it
-                    self._link.socket.send(b"".join(encode(beat)))
+                    self._rest_of_beat = data[self._link.socket.send(data) :]
             finally:
                 self._sending.release()
 

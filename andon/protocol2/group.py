@@ -13,7 +13,8 @@ ranks themselves, as in a ring (`andon.transport.tcp.ring`), whose failure detec
 
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, Self
 
@@ -22,12 +23,13 @@ import torch
 
 from andon.engine.order import Order
 from andon.errors import UserError
-from andon.protocol2.client import ServerHalted, WorkerClient, too_long
+from andon.protocol2.client import ServerHalted, ServerShutdown, WorkerClient, too_long
 from andon.protocol2.link import Move
 from andon.protocol2.wire.dialogue import BLOCK, COMPONENT, Part
-from andon.protocol2.wire.messages import JoinRequest
+from andon.protocol2.wire.messages import JoinRequest, ShardAssignment
 from andon.transport.address import address_text
-from andon.transport.base import GroupError, Rendezvous, Settings, Units
+from andon.transport.base import GroupError, ProtocolError, Rendezvous, Settings, Units, peer_name
+from andon.transport.keys import SERVER
 from andon.transport.rows import check_bounds, first_row, one_node_each, round_as, rows_of
 from andon.transport.tcp.encoding import add, on_host
 from andon.transport.tcp.frames import MAX_FRAME, Broken, Floats
@@ -47,6 +49,7 @@ class Protocol2Group(RingGroup):
     def __init__(self, *ring: Any) -> None:
         super().__init__(*ring)
         self._client: WorkerClient | None = None
+        self._place = ""
         self._step = 0
         self._parts: list[tuple[Part, bool]] = []
         """The parts of a step, if a model has said what it exchanges, and whether a unit belongs to each."""
@@ -99,6 +102,10 @@ class Protocol2Group(RingGroup):
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
         self._sum("all-reduce", nodes, order)
 
+    def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+        with self._explaining():
+            super().all_gather(flat, bounds)
+
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         check_bounds(bounds, nodes.shape[-1], self.world_size)
         self._sum("reduce-scatter", nodes, order)
@@ -110,7 +117,7 @@ class Protocol2Group(RingGroup):
 
     def _join(self, server: tuple[str, int]) -> list[str]:
         """Join the server; the lines of an error that all ranks are told."""
-        place = address_text(*server)
+        place = self._place = address_text(*server)
         request = JoinRequest(f"{socket.gethostname()} rank {self.rank}", 0, "cpu")
         try:
             client = self._client = WorkerClient(server, request, mover=self._mover)
@@ -145,9 +152,22 @@ class Protocol2Group(RingGroup):
             for row in rows[1:]:
                 add(total.numpy(), row.numpy())
                 round_as(self.wire, total)
-            self._detector.begin(operation)
-            np.multiply(self._average(total.numpy(), operation), np.float32(self.world_size), out=total.numpy())
+            with self._explaining():
+                self._detector.begin(operation)
+                mean = self._average(total.numpy(), operation)
+            np.multiply(mean, np.float32(self.world_size), out=total.numpy())
             round_as(self.wire, total)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """A context in which an error of the server says what to do about it."""
+        try:
+            yield
+        except GroupError as error:
+            if isinstance(error, ServerHalted) or str(error).startswith(peer_name(SERVER)):
+                cause, error.remedy = _explanation(error)
+                error.cause = f"The gradient server at {self._place} {cause}"
+            raise
 
     def _average(self, mine: Floats, operation: str) -> Floats:
         """The mean of the next part. A server that halts has found what this run finds, too: until the end of the step
@@ -160,6 +180,10 @@ class Protocol2Group(RingGroup):
                 mean = self._average_next(mine)
         except ServerHalted as halted:
             self._halted = halted
+        except ProtocolError as error:
+            raise self._detector.refuse(SERVER, str(error), operation) from error
+        except ServerShutdown as error:
+            raise self._detector.lost(SERVER, operation, 0.0, str(error)) from error
         for rank, reason in self.client.lost.items():
             raise self._detector.publish_verdict(Broken("lost", rank, reason), operation, 0.0)
         self._reduced = (self._reduced + 1) % self._units
@@ -191,3 +215,14 @@ class Protocol2Group(RingGroup):
         if part.tag == BLOCK:
             return self.client.average_block(part, mine)
         return self.client.average_component(part, mine)
+
+
+def _explanation(error: GroupError) -> tuple[str, str]:
+    """What the server has done, and what to do about it."""
+    if isinstance(error, ServerHalted):
+        return "found a gradient that is not finite", "Look at halt.json in the server's folder"
+    if ShardAssignment.__name__ in str(error):
+        return "shares out samples, as for fine-tuning", "Start it without --samples, then this command: it resumes"
+    if isinstance(error, ProtocolError):
+        return "does not answer as protocol 2 has it", "Use `andon gradient-server`, or mend the other implementation"
+    return "has ended or cannot be reached", "Start `andon gradient-server` again, then this command: it resumes"

@@ -6,7 +6,7 @@ implementation could not know. The loss is Σ loss·total / Σ total, also in f3
 original, a sum that overflows is found before it is sent (F-DP-003).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,13 +66,16 @@ def mean_of(vectors: Mapping[int, Floats], step: int, where: str) -> Floats:
     return mean
 
 
-def global_loss(records: Sequence[tuple[float, int]]) -> float:
-    """The loss over all samples from each worker's (loss, samples), in the order of their ids."""
+def global_loss(records: Mapping[int, tuple[float, int]], step: int) -> float:
+    """The loss over all samples from each worker's finite loss and its samples, by id; raises `NonFiniteGradient`."""
     total, samples = np.float32(0), 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for loss, count in records:
+    with np.errstate(over="ignore"):
+        for worker in sorted(records):
+            loss, count = records[worker]
             total += np.float32(loss) * np.uint64(count).astype(np.float32)
             samples += count
+            if not np.isfinite(total):
+                raise NonFiniteGradient(worker, step, "loss", Flaw(1, 0, "Inf"), "makes the mean loss non-finite")
         return float(total / np.float32(samples)) if samples else 0.0
 
 

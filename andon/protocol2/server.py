@@ -208,14 +208,11 @@ class GradientServer:
         part, began = next(iter(sent.values())), time.monotonic()
         gradients = {worker.worker_id: worker.take() for worker in sent}
         mean = mean_of({number: each.floats for number, each in gradients.items()}, part.step, part.name)
-        tails = [gradients[number].tail for number in sorted(gradients) if gradients[number].tail]
-        loss = global_loss([(loss, total) for loss, _, total in tails])
-        if not math.isfinite(loss):
-            flaw = Flaw(1, 0, "NaN" if math.isnan(loss) else "Inf")
-            raise NonFiniteGradient(max(gradients), part.step, "loss", flaw, "makes the mean loss non-finite")
+        tails = {number: each.tail for number, each in gradients.items() if each.tail}
+        loss = global_loss({number: (loss, total) for number, (loss, _, total) in tails.items()}, part.step)
         assert self._dialogue
         self._dialogue.advance(part)
-        correct, total = (sum(tail[place] for tail in tails) for place in (1, 2))
+        correct, total = (sum(tail[place] for tail in tails.values()) for place in (1, 2))
         waited, took = 1000 * (began - started), 1000 * (time.monotonic() - began)
         return Mean(part, mean, tuple(sorted(gradients)), loss, correct, total, waited, took)
 

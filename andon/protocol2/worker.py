@@ -5,7 +5,8 @@ worker may send one gradient while another one of it waits; then it is not read 
 
 A peer of another implementation never sends a heartbeat and may compute for minutes: the kernel's keepalive and user
 timeout find a host that is gone. A worker of ours (`andon.protocol2.wire.extension`) sends heartbeats, so its silence
-counts. A frame that has begun must go on in either case.
+counts. A frame that has begun must go on in either case, and so must one that it is sent: what a worker that computes
+leaves unread waits in the kernel, so only what does not fit there counts, and the mean before it gives it its time.
 """
 
 import socket
@@ -75,6 +76,7 @@ class Worker:
         self.heard = time.monotonic()
         self._frame_length, self._frame_until = 0, 0.0
         self._outbox: deque[memoryview] = deque()
+        self._outbox_until = 0.0
         self._on_gradient = on_gradient
         self._reader = MessageReader(sock, worker_id, self._read())
         notice_dead_host(sock)
@@ -102,7 +104,9 @@ class Worker:
 
     def send(self, message: Message) -> None:
         """Send a message, as far as it goes now; `write` sends the rest."""
-        self._outbox += [memoryview(part) for part in encode(message) if len(part)]
+        parts = [memoryview(part) for part in encode(message) if len(part)]
+        self._outbox += parts
+        self._outbox_until = max(self._outbox_until, self._until(sum(part.nbytes for part in parts)))
         self.write()
 
     def write(self) -> None:
@@ -125,7 +129,9 @@ class Worker:
             self.send(Heartbeat("server", int(time.time() * 1000)))
 
     def check_silence(self, now: float) -> None:
-        """Raise `StreamFailed` if it has been silent for too long, or its frame takes too long."""
+        """Raise `StreamFailed` if it has been silent for too long, or a frame takes too long in either direction."""
+        if self._outbox and now > self._outbox_until:
+            raise StreamFailed(self._reader, "stalled", "it reads too slowly")
         if self._frame_length and self.may_read and now > self._frame_until:
             raise StreamFailed(self._reader, "stalled", "it sends a message too slowly")
         if self.ours and self.may_read and now - self.heard > self.dead_after:
@@ -135,6 +141,7 @@ class Worker:
         """This process was asleep for so long: what was sent meanwhile is still to be read."""
         self.heard += seconds
         self._frame_until += seconds
+        self._outbox_until += seconds
 
     def take(self) -> Gradient:
         """The gradient that has arrived, which makes room for the next."""
@@ -174,4 +181,8 @@ class Worker:
 
     def _give_time(self) -> None:
         self.heard = time.monotonic()
-        self._frame_until = self.heard + self.dead_after + self._frame_length / SLOWEST
+        self._frame_until = self._until(self._frame_length)
+
+    def _until(self, length: int) -> float:
+        """When a frame of so many bytes that begins now must be through."""
+        return time.monotonic() + self.dead_after + length / SLOWEST

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -12,7 +13,7 @@ from andon.checkpoint.listing import checkpoint_path, newest, put_back, step_of,
 from andon.checkpoint.manifest import Damaged, verify, verify_named
 from andon.config.schema import RunSettings
 from andon.errors import UserError
-from andon.files import no_follow, write_whole
+from andon.files import expand, no_follow, write_whole
 
 OWN = (".lock", "metrics.jsonl", "checkpoints", "logs")
 """What a run writes into, in its folder."""
@@ -83,10 +84,15 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def move_aside(self) -> Path | None:
-        """Rename the folder if it holds a run and take an empty one; gives the new name."""
+    def move_aside(self, inputs: Sequence[str] = ()) -> Path | None:
+        """Rename the folder if it holds a run and take an empty one; gives the new name. `inputs` are what the new run
+        reads, which must stay where it is."""
         if not (self.folder / "metrics.jsonl").exists() and not newest(self.folder / "checkpoints"):
             return None
+        for each in inputs:
+            if expand(each).resolve().is_relative_to(self.folder.resolve()):
+                cause = f"A new run there would move the earlier one aside, and {each} with it"
+                raise UserError(f"{each} is in the run's own folder", cause, "Choose another --run.dir")
         number = 1
         while (aside := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
             number += 1

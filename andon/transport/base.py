@@ -46,6 +46,10 @@ SCRATCH_BYTES: Final = 8 << 20
 class GroupError(Exception):
     """A peer or a link failed; the group can no longer be used."""
 
+    cause: str = "A worker died or cannot be reached"
+    remedy: str = ""
+    """What to try, if it is not to start again."""
+
 
 COORDINATOR: Final = -2
 SOMEONE: Final = -3

@@ -139,7 +139,7 @@ def show_without_traceback(error: BaseException) -> int | None:
         print(harmless(str(error)), file=sys.stderr)
         return EXIT_HALTED
     if isinstance(error, GroupError):
-        error = UserError(str(error), "A worker died or cannot be reached", "Run the same command again")
+        error = UserError(str(error), error.cause, error.remedy or "Run the same command again")
     if isinstance(error, UserError):
         show_error(Terminal(stderr=True), error)
         return EXIT_USER_ERROR

@@ -116,6 +116,7 @@ class Session:
         """Whether the last mean of a step is being sent: who has got it may leave."""
         self._left: list[int] = []
         """Workers that have left between two steps, as all do at the end of pretraining."""
+        self._doubted = False
         self._lost_at = -1
         """The step in which a worker was lost last."""
 
@@ -180,13 +181,12 @@ class Session:
         except NonFiniteGradient as halt:
             return self._halt(halt)
         except WorkersDisagree as error:
-            self._say_goodbye()
             cause = "Nobody can tell which of them is right, so the session ended before a mean was sent"
-            raise UserError(_sentence(error), cause, "Give all workers the same model") from None
+            raise self._failed(_sentence(error), cause, "Give all workers the same model") from None
         except WorkerGone as gone:
             if self.in_step or self._lost_at == self.steps or self.steps < self.service.steps:
                 remedy = "Look at the workers' own messages; then start server and workers again"
-                raise UserError(f"Every worker is gone in step {self.step}", _sentence(gone), remedy) from None
+                raise self._failed(f"Every worker is gone in step {self.step}", _sentence(gone), remedy) from None
         summary = {key: self.last.get(key) for key in ("loss", "accuracy")}
         seconds = round(time.monotonic() - began, 3)
         self.emit(event("done", step=self.steps, lost=self.lost_workers, seconds=seconds, **summary, **self._service()))
@@ -219,8 +219,16 @@ class Session:
             totals.send_ms += 1000 * (time.monotonic() - sending)
         self._finishing = False
         self.last = event("step", step=self.step, **totals.fields(self.server.workers))
+        self._doubt_accuracy()
         self.steps, self.step, self.in_step = self.steps + 1, self.step + 1, False
         self.emit(self.last)
+
+    def _doubt_accuracy(self) -> None:
+        """Workers of another implementation count for themselves: say once that their counts make no share."""
+        correct, total = self.last["correct"] or 0, self.last["total"] or 0
+        if correct > total and not self._doubted:
+            self._doubted = True
+            self.note(f"Step {self.step}: no accuracy, because workers count {correct:,} of {total:,} as correct")
 
     def _say_who_left(self) -> None:
         """Someone left after an earlier step, and it was not the last: the others go on."""
@@ -249,6 +257,12 @@ class Session:
         self.server.halt(halt.step, cause)
         self._say_goodbye()
         return EXIT_HALTED
+
+    def _failed(self, what: str, cause: str, remedy: str) -> UserError:
+        """End the session, and record why; the error to raise."""
+        self.emit(event("stopped", step=self.step, reason=f"{what}: {cause}"))
+        self._say_goodbye()
+        return UserError(what, cause, remedy)
 
     def _say_goodbye(self) -> None:
         """End the session for the workers: whole vectors know a message for it, pretraining only disconnects."""

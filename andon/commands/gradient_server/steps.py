@@ -32,12 +32,12 @@ class Totals:
     def fields(self, workers: Sequence[Worker]) -> dict[str, Any]:
         """The fields of a `step` event."""
         assert self.mean
-        whole, total = self.mean.part.tag == WHOLE, self.mean.total
+        whole, correct, total = self.mean.part.tag == WHOLE, self.mean.correct, self.mean.total
         before = [self._before.get(worker, (0, 0)) for worker in workers]
         return {
             "loss": self.mean.loss if whole and total else None,
-            "accuracy": self.mean.correct / total if whole and total else None,
-            "correct": self.mean.correct if whole else None,
+            "accuracy": correct / total if whole and total and correct <= total else None,
+            "correct": correct if whole else None,
             "total": total if whole else None,
             "workers": len(self.mean.workers),
             "parts": self.parts,
@@ -74,7 +74,8 @@ class Lines:
         if time.monotonic() - self._last < LINE_EVERY and self._done != self.steps:
             return "", ""
         self._last = time.monotonic()
-        loss = "" if event["loss"] is None else f"loss {event['loss']:.4f}  accuracy {event['accuracy']:.1%}  "
+        loss = "" if event["loss"] is None else f"loss {event['loss']:.4f}  "
+        loss += "" if event["accuracy"] is None else f"accuracy {event['accuracy']:.1%}  "
         times = f"wait {event['wait_ms']:.0f} ms  mean {event['reduce_ms']:.0f} ms  send {event['send_ms']:.0f} ms"
         moved = f"in {human_bytes(event['bytes_received'])}  out {human_bytes(event['bytes_sent'])}"
         of = f"/{self.steps}" if self.steps else ""
@@ -84,7 +85,7 @@ class Lines:
         return "dim" if event["left"] else "bold red", event["text"]
 
     def _on_stopped(self, event: Event) -> tuple[str, str]:
-        return "yellow", f"Stopped in step {event['step']}"
+        return "yellow", "" if "reason" in event else f"Stopped in step {event['step']}"
 
     def _on_halt(self, event: Event) -> tuple[str, str]:
         return "bold red", f"THE LINE STOPPED at step {event['step']}: {event['cause']}\nNo mean of it was sent."

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from andon.data.batches import NO_TARGET
 from andon.errors import UserError, shown
+from andon.finetune.base import first_line
 from andon.finetune.samples.rows import Columns, Place, Row, bad_row, plain
 
 
@@ -120,10 +121,23 @@ class Encoder:
 
     def _render(self, place: Place, messages: list[dict[str, str]], answering: bool = False) -> str:
         try:
-            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answering)
-        except Exception as error:  # templates are programs of their own, and raise what they like
-            raise bad_row(place, "the chat template refuses it", str(error), "Give the roles that it knows") from None
-        return text
+            return render(self.tokenizer, messages, answering)
+        except TemplateRefuses as error:
+            remedy = "Give the roles that it knows, in its order, or mend the template"
+            raise bad_row(place, "the chat template refuses it", str(error), remedy) from None
+
+
+class TemplateRefuses(ValueError):
+    """What a chat template says of messages that it does not take."""
+
+
+def render(tokenizer: Any, messages: list[dict[str, str]], answering: bool = False) -> str:
+    """Messages as the model reads them; `answering`: up to where its next answer begins."""
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answering)
+    except Exception as error:  # templates are programs of their own, and raise what they like
+        raise TemplateRefuses(first_line(error)) from None
+    return text
 
 
 def label_of(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""The user's samples as rows: lines of .jsonl files and rows of .parquet files, each with its place.
+"""The user's samples as rows: lines of .jsonl files, also .gz, and rows of .parquet files, each with its place.
 
 Columns say what kind of samples they are: `text` and `label`, `prompt` and `completion`, or `messages`. The first row
 decides, and every other one must have the same columns. What is wrong with a row is an error that names its line.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from andon.data.sources import BOM, find_files
+from andon.data.sources import find_files, kind_of, open_plain, reading
 from andon.errors import UserError, shown
 
 Columns = Literal["text + label", "prompt + completion", "messages"]
@@ -19,7 +19,7 @@ COLUMNS: Final[Mapping[Columns, tuple[str, ...]]] = {
     "prompt + completion": ("prompt", "completion"),
     "messages": ("messages",),
 }
-SUFFIXES: Final = (".jsonl", ".parquet")
+SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".parquet")
 NEEDED: Final = "Give every row text and label, prompt and completion, or messages"
 
 
@@ -62,21 +62,14 @@ def plain(text: str) -> str:
 
 def data_files(paths: Sequence[str]) -> list[Path]:
     """The files that files, folders and globs name."""
-    files = find_files(paths)
-    for file in files:
-        if file.suffix.lower() not in SUFFIXES:
-            cause = "Samples are rows of .jsonl or .parquet; a .txt file has none"
-            raise UserError(f"{file} holds no samples", cause, f"`andon train {file}` trains on plain text")
-    return files
+    return find_files(paths, SUFFIXES, "sample")
 
 
 def read_rows(files: Sequence[Path]) -> Iterator[Row]:
     """The rows of all files, in order."""
     for file in files:
-        try:
-            yield from (_jsonl if file.suffix.lower() == ".jsonl" else _parquet)(file)
-        except OSError as error:
-            raise UserError(f"{file} cannot be read", error.strerror or str(error), f"ls -l {file}") from None
+        with reading(file):
+            yield from (_parquet if kind_of(file) == ".parquet" else _jsonl)(file)
 
 
 def find_columns(row: Row) -> Columns:
@@ -98,14 +91,13 @@ def check_columns(row: Row, kind: Columns) -> None:
 
 
 def _jsonl(file: Path) -> Iterator[Row]:
-    with file.open("rb") as stream:
+    with open_plain(file) as stream:
         for number, line in enumerate(stream, 1):
             place = Place(file, number)
-            text = line.removeprefix(BOM) if number == 1 else line
-            if not text.strip():
+            if not line.strip():
                 continue
             try:
-                fields = json.loads(text)
+                fields = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise bad_row(place, "this is not JSON", str(error), "Write one JSON object per line") from None
             if not isinstance(fields, dict):

@@ -66,7 +66,8 @@ def part_of(head: Head, worker_id: int) -> Part:
     elif head.message is GradientPiece:
         step, _, tag, index, blocks, sizes, start, length = values
         part = Part(tag, step, index, blocks, sizes, start, count, length)
-        if part.tag not in (WHOLE, BLOCK, COMPONENT) or part.start + count > part.length or not part.is_piece:
+        inside = 0 < count < length and start + count <= length
+        if part.tag not in (WHOLE, BLOCK, COMPONENT) or not inside:
             raise ProtocolError(f"a piece of {count:,} floats at {part.start:,} of {part.length:,}")
     else:
         raise ProtocolError(f"{head.message.__name__} where a gradient was expected")
