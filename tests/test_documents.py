@@ -155,7 +155,7 @@ APPENDED = {
     ],
     "andon bench cnn": ["--images=4", "--repetitions=1"],
     "andon bench hosts": ["--rates=1gbit", "--ranks=2", "--tokens=16", "--repetitions=1"],
-    "andon bench goodput": ["--workers=2", "--every=1", "--minutes=0.01"],
+    "andon bench goodput": ["--workers=1", "--every=1", "--minutes=0.01"],
     "andon bench numerics": ["--presets=tiny", "--repetitions=1"],
     "andon drill": ["--help"],  # tests/test_drill.py runs it
     "andon run": ["2"],

@@ -167,7 +167,11 @@ ROUNDED = [(name, size) for name, size in worlds(2, 3, 5, processes_only=True) i
 
 @pytest.mark.parametrize(
     ("wire", "transport", "size"),
-    [*(("f32", *each) for each in worlds(1, 2, 3, 4, 5)), *(("bf16", *each) for each in ROUNDED)],
+    [
+        *(("f32", *each) for each in worlds(1, 2, 3, 5)),
+        *(pytest.param("f32", *each, marks=pytest.mark.soak) for each in worlds(4)),
+        *(("bf16", *each) for each in ROUNDED),
+    ],
 )
 def test_sums_are_the_oracles(transport: str, size: int, wire: Wire) -> None:
     sums = Sums(transport, wire)
@@ -179,7 +183,7 @@ def test_sums_are_the_oracles(transport: str, size: int, wire: Wire) -> None:
             ranks.run(reduce_huge, sums)
 
 
-@pytest.mark.parametrize(("transport", "size"), worlds(2, 4))
+@pytest.mark.parametrize(("transport", "size"), worlds(3))
 def test_no_one_leaves_a_barrier_before_the_last_has_come(transport: str, size: int) -> None:
     with world(transport, size) as ranks:
         times = ranks.run(last_to_barrier, 1, 0.2)
@@ -187,7 +191,7 @@ def test_no_one_leaves_a_barrier_before_the_last_has_come(transport: str, size: 
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("transport", "size"), worlds(2, 3, processes_only=True))
+@pytest.mark.parametrize(("transport", "size"), [*worlds(3, processes_only=True), ("shm", 2), ("ring", 2)])
 def test_survivors_name_a_killed_peer_within_a_second(transport: str, size: int) -> None:
     victim = size - 2
     with World(transport, size, timeout=20.0) as ranks:

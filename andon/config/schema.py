@@ -29,7 +29,7 @@ from andon.config.sections import (
 from andon.integrity.faults import parse as parse_fault
 from andon.model.shape import SHAPES, Shape
 from andon.numerics import Numerics
-from andon.transport.base import TRANSPORTS, fastest_here
+from andon.transport.base import fastest_here
 
 
 class RunSettings(Section):
@@ -75,9 +75,9 @@ class RunSettings(Section):
             parse_fault(text)
         if self.group.mixed and self.zero.replicas > 1:
             raise ValueError("group.mixed needs zero.replicas 1: a replica is computed by another machine")
-        transport = TRANSPORTS.get(self.group.transport)
-        if self.on_nonfinite == "skip" and transport and transport.joins_server:
-            raise ValueError(f"on_nonfinite = 'skip' needs another transport: the server of {transport.name} halts")
+        if self.on_nonfinite == "skip" and self.group.server:
+            name = self.group.transport
+            raise ValueError(f"on_nonfinite = 'skip' needs another transport: the server of {name} halts")
         if self.min_workers > self.workers:
             raise ValueError(f"min_workers = {self.min_workers} is more than workers = {self.workers}")
         if self.workers > self.train.slots:

@@ -14,7 +14,6 @@ from rich.table import Column, Table
 from andon.config.schema import RunSettings
 from andon.run.events import Event
 from andon.run.terminal import human_bytes, human_count
-from andon.transport.base import TRANSPORTS
 
 MOST_PLACES = 4  # slots that the card of a halt names
 
@@ -42,7 +41,7 @@ def show_halt(console: Console, config: RunSettings, event: Event) -> None:
         named = shlex.join([str(config.run.dir), option, ",".join(map(str, samples[:8]))])
         todo.append(("look at the samples", f"andon data show {named}"))
     todo.append(("go on from there", again()))
-    if event["sound"] and not TRANSPORTS[config.group.transport].joins_server:  # such a server halts, too
+    if event["sound"] and not config.group.server:  # such a server halts, too
         todo.append(("skip such steps", f"{again()} --on_nonfinite skip"))
     title = f"[bold]THE LINE STOPPED at step {event['step']}[/]"
     console.print(Panel("\n".join(lines), title=title, title_align="left", border_style="red"))
