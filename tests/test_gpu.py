@@ -226,3 +226,38 @@ def test_a_reading_waits_for_its_own_numbers() -> None:
     reading = Reading(values * 2)
     values.fill_(9)
     assert reading.values() == [0.0, 2.0, 4.0]
+
+
+def test_a_gradient_of_a_compiled_block_is_written_once_into_the_arena() -> None:
+    from andon.model.compiled import compile_model
+    from andon.model.llama import Llama
+    from andon.model.shape import SHAPES
+
+    model = Llama(SHAPES["tiny"])
+    model.initialise(seed=1)
+    model.to("cuda")
+    model.compute = torch.bfloat16
+    compile_model(model)
+    tokens = torch.randint(model.shape.vocab, (2, model.shape.context), device="cuda")
+    for _ in range(2):
+        outs = {name: torch.empty_like(each) for name, each in model.named_parameters()}
+        for name, each in model.named_parameters():
+            each.grad, each.grad_out = None, outs[name]  # type: ignore[attr-defined]
+        model(tokens, tokens).backward()
+        for name, each in model.model.layers.named_parameters():
+            if each.dim() == 2:
+                assert each.grad is not None and each.grad.data_ptr() == outs[f"model.layers.{name}"].data_ptr(), name
+
+
+@pytest.mark.parametrize("rows, width", [(1, 1), (7, 1500), (64, 4096)])
+def test_the_gates_kernel_computes_what_the_cpu_computes(rows: int, width: int) -> None:
+    import andon.model.products  # noqa: F401
+
+    generator = torch.Generator().manual_seed(1)
+    both, gradient = (torch.randn(rows, n, generator=generator).bfloat16() for n in (2 * width, width))
+    wanted = torch.ops.andon.gated_backward(both, gradient, True)
+    for again in (True, False):
+        found = torch.ops.andon.gated_backward(both.cuda(), gradient.cuda(), again)
+        torch.testing.assert_close(found[0].cpu(), wanted[0], rtol=0.01, atol=0.001)
+        if again:
+            torch.testing.assert_close(found[1].cpu(), wanted[1], rtol=0.01, atol=0.001)

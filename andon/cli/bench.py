@@ -40,7 +40,6 @@ def bench_train(
     repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median counts.")] = 9,
     transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
     zero: Annotated[bool, typer.Option("--zero", help="Compare ZeRO, plain data parallel and torch's ZeRO.")] = False,
-    activation_memory: Annotated[float, typer.Option(help="As train.activation_memory, on a GPU.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Measure Andon's step with and without checks against PyTorch DDP over gloo, or on one GPU against transformers'
@@ -50,7 +49,7 @@ def bench_train(
     if device == "cuda":
         from andon.bench.gpu import main as run_on_gpu
 
-        run_on_gpu(preset, numbers("--tokens", tokens or "32768")[0], activation_memory, repetitions, as_json)
+        run_on_gpu(preset, numbers("--tokens", tokens or "32768")[0], repetitions, as_json)
         return
     _enter_network()
     from andon.bench.servers import check_needs_no_server

@@ -5,6 +5,7 @@ the deterministic kernel behind `scaled_dot_product_attention`. Where bits may v
 compiler takes seconds and 70 MB to load, so this is imported only where something is compiled.
 """
 
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from andon.model.llama import Attend, Attention, Llama, Stack
+from andon.model.llama import Attend, Attention, Kernels, Llama, Stack, SwiGLU
 from andon.model.loss import loss_of_chunk
+from andon.model.products import gated_products, product
 
 KERNEL_OPTIONS: Final[Any] = {
     # No row is masked out as a whole, and a mask's blocks follow each other.
@@ -30,24 +32,49 @@ TOGETHER: Final = 4
 """Blocks in a stack, at most: what lies between two blocks is fused, and Python is called less often."""
 
 
-def compile_model(model: Llama, deterministic: bool = True, activation_memory: float = 1.0) -> None:
+CHEAP: Final = 0.75
+"""Down to this share of the activations, what is computed again takes a pass over memory each, and no product."""
+
+
+def compile_model(model: Llama, deterministic: bool = True, activation_memory: float = CHEAP) -> None:
     """Compile blocks, final norm and loss; whole windows have always the same shape.
 
-    Of a stack's activations backward keeps the share `activation_memory`, and computes the others again."""
+    On a GPU backward keeps the share `activation_memory` of a stack's activations, and computes the others again."""
     # Otherwise kernels are chosen by how fast they run now, and with them the order in which they add.
     torch._inductor.config.deterministic = deterministic
-    torch._functorch.config.activation_memory_budget = activation_memory
-    if model.cos.device.type == "cuda":
-        attend = _deterministic_attention(model) if deterministic else _fastest_attention
+    on_gpu = model.cos.device.type == "cuda"
+    torch._functorch.config.ban_recompute_materialized_backward = activation_memory == 1 or not on_gpu
+    torch._functorch.config.activation_memory_budget = (
+        activation_memory if on_gpu and activation_memory < CHEAP else 1.0
+    )
+    if on_gpu:
+        kernels = _kernels(model, deterministic, again=activation_memory < 1)
         for module in model.modules():
-            if isinstance(module, Attention):
-                module.attend = attend
+            if isinstance(module, Attention | SwiGLU):
+                module.kernels = kernels
     blocks = list(model.model.layers)
     count = next(count for count in range(min(TOGETHER, len(blocks)), 0, -1) if len(blocks) % count == 0)
     model.stacks = [Stack(blocks[first : first + count]) for first in range(0, len(blocks), count)]
     for part in (*model.stacks, model.model.norm):
         part.compile(fullgraph=True, dynamic=False)
     model.lm_head.loss_of_chunk = torch.compile(loss_of_chunk, fullgraph=True, dynamic=False)
+
+
+def _kernels(model: Llama, deterministic: bool, again: bool) -> Kernels:
+    """`again`: backward computes the gated product again, too."""
+    attend = _deterministic_attention(model) if deterministic else _fastest_attention
+    if model.compute == torch.float32 or next(model.parameters()).dtype != torch.float32:
+        return Kernels(attend, _product, _gated)
+
+    return Kernels(attend, product, partial(gated_products, again=again))
+
+
+def _product(x: Tensor, *weights: Tensor) -> Tensor:
+    return F.linear(x, torch.cat([weight.to(x.dtype) for weight in weights]))
+
+
+def _gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return _product(F.silu(_product(x, gate)) * _product(x, up), down)
 
 
 def _deterministic_attention(model: Llama) -> Attend:

@@ -94,7 +94,7 @@ class _Product(torch.autograd.Function):
         for_x = (rows @ weight.float()).view(x.shape) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return for_x, None
-        inputs, out = x.reshape(-1, x.shape[-1]), _take_grad_out(weight)
+        inputs, out = x.reshape(-1, x.shape[-1]), take_grad_out(weight)
         if out is None:
             return for_x, rows.t() @ inputs
         return for_x, torch.mm(rows.t(), inputs, out=out).detach()
@@ -112,7 +112,7 @@ class _Lookup(torch.autograd.Function):
         tokens, weight = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return None, None
-        out = _take_grad_out(weight)
+        out = take_grad_out(weight)
         total = torch.zeros_like(weight, dtype=torch.float32) if out is None else out.zero_()
         total.index_add_(0, tokens.flatten(), gradient.reshape(-1, gradient.shape[-1]))
         return None, total.detach()
@@ -123,7 +123,7 @@ def _has_grad_out(weight: Tensor) -> bool:
     return not torch.compiler.is_compiling() and hasattr(weight, "grad_out")
 
 
-def _take_grad_out(weight: Tensor) -> Tensor | None:
+def take_grad_out(weight: Tensor) -> Tensor | None:
     """A weight's `grad_out`, once. Backward returns it detached, so that autograd keeps it without a copy."""
     out: Tensor | None = getattr(weight, "grad_out", None)
     weight.grad_out = None  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ down and two norms. Shapes in comments: B windows, T tokens, H heads, K key/valu
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,17 @@ from andon.model.shape import Shape
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention: queries (B H T D), keys and values (B K T D) to B H T D."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What compiled blocks call on a GPU, for whole windows in training."""
+
+    attend: Attend
+    product: Callable[..., Tensor]
+    """(inputs, weights …) → their outputs, side by side."""
+    gated: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    """(inputs, gate, up, down) → the feed-forward layer's output."""
 
 
 class Cache:
@@ -57,12 +69,11 @@ class Attention(nn.Module):
         self.k_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
         self.v_proj = Linear(shape.hidden, shape.kv_heads * shape.head_dim)
         self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden)
-        self.attend: Attend | None = None
-        """Attention over whole windows in training, if there is something better for it than `attend`."""
+        self.kernels: Kernels | None = None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
-        if self.attend and cache is None and torch.is_grad_enabled():
-            return self._over_windows(x, cos, sin, self.attend)
+        if self.kernels and cache is None and torch.is_grad_enabled():
+            return self._over_windows(x, cos, sin, self.kernels)
         batch, length, _ = x.shape
         q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)  # B T H D
         k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim)  # B T K D
@@ -74,16 +85,15 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
         return out
 
-    def _over_windows(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def _over_windows(self, x: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels) -> Tensor:
         """The same with less memory traffic: one product for queries, keys and values, which stay as it leaves them."""
         batch, length, _ = x.shape
-        weight = torch.cat([each.weight.to(x.dtype) for each in (self.q_proj, self.k_proj, self.v_proj)])
-        heads = F.linear(x, weight).view(batch, length, -1, self.head_dim)
+        heads = kernels.product(x, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        heads = heads.view(batch, length, -1, self.head_dim)
         q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
-        return out
+        y = kernels.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return kernels.product(y.transpose(1, 2).reshape(batch, length, -1), self.o_proj.weight)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -101,8 +111,11 @@ class SwiGLU(nn.Module):
         self.gate_proj = Linear(shape.hidden, shape.intermediate)
         self.up_proj = Linear(shape.hidden, shape.intermediate)
         self.down_proj = Linear(shape.intermediate, shape.hidden)
+        self.kernels: Kernels | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kernels and torch.is_grad_enabled():
+            return self.kernels.gated(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 

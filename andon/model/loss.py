@@ -48,7 +48,7 @@ class SummedLoss(torch.autograd.Function):
             if for_x is not None:
                 torch.mm(gradient, held, out=for_x[start : start + rows])
             if for_weight is not None:
-                for_weight += _product_f32(gradient.t(), inputs)
+                add_product(for_weight, gradient.t(), inputs)
         ctx.save_for_backward(for_x, for_weight)
         return total
 
@@ -60,8 +60,18 @@ class SummedLoss(torch.autograd.Function):
         return for_x, None if for_weight is None else for_weight * gradient, None, None
 
 
-def _product_f32(a: Tensor, b: Tensor) -> Tensor:
-    """The product of bf16 matrices, in f32."""
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product of bf16 matrices to an f32 total."""
     if a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += product_f32(a, b)
+
+
+def product_f32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """The product of bf16 matrices, in f32."""
+    if a.device.type != "cuda":
+        return torch.mm(a.float(), b.float()) if out is None else torch.mm(a.float(), b.float(), out=out)
+    if out is None:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32, out=out)
