@@ -43,7 +43,7 @@ LAYERS = (
     "cli",
 )
 ENGINE = {"files", "machine", "engine", "transport", "optim", "integrity", "checkpoint", "data", "model"}
-ENGINE_MAY_IMPORT = {"torch", "numpy", "safetensors", "blake3", "andon"} | set(sys.stdlib_module_names)
+ENGINE_MAY_IMPORT = {"torch", "numpy", "safetensors", "blake3", "triton", "andon"} | set(sys.stdlib_module_names)
 
 
 def module_of(path: Path) -> str:

@@ -261,3 +261,27 @@ def test_the_gates_kernel_computes_what_the_cpu_computes(rows: int, width: int) 
         torch.testing.assert_close(found[0].cpu(), wanted[0], rtol=0.01, atol=0.001)
         if again:
             torch.testing.assert_close(found[1].cpu(), wanted[1], rtol=0.01, atol=0.001)
+
+
+@pytest.mark.parametrize("size", [1, 1000, 100_000])
+def test_the_update_on_a_gpu_is_adamw(size: int) -> None:
+    from andon.optim.adamw_kernel import update
+
+    torch.manual_seed(1)
+    weights = torch.randn(size, device="cuda")
+    first, second, gradients = torch.zeros_like(weights), torch.zeros_like(weights), torch.empty_like(weights)
+    plain = weights.clone().requires_grad_()
+    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    oracle = torch.optim.AdamW([plain], foreach=False, **options)
+    rounded, divisor = weights.bfloat16(), torch.full((), 3.0, device="cuda")
+    for step in range(1, 6):
+        plain.grad = torch.randn_like(weights)
+        gradients.copy_(plain.grad * 3)
+        oracle.step()  # type: ignore[no-untyped-call]
+        update(weights, gradients, (first, second), rounded, divisor, torch.zeros((), device="cuda"), step, options)
+        torch.testing.assert_close(weights, plain.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(rounded, weights.bfloat16())
+        torch.testing.assert_close(gradients, plain.grad)
+    before = [each.clone() for each in (weights, gradients, first, second)]
+    update(weights, gradients, (first, second), rounded, divisor, torch.ones((), device="cuda"), 6, options)
+    assert all(torch.equal(a, b) for a, b in zip(before, (weights, gradients, first, second), strict=True))

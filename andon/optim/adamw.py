@@ -1,4 +1,4 @@
-"""AdamW on parts of the arena, in two fused calls: one for all matrices and one for the rest.
+"""AdamW on parts of the arena, on a CPU in two fused calls: one for all matrices and one for the rest.
 
 Where the weights are bf16, the state also holds the *master*: the same weights in f32. AdamW updates the
 master, and the weights are the master rounded.
@@ -32,9 +32,9 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Of one update, on the device: its number, the divisor of the gradients, and the gate if there is one."""
+    """Of one update: its number, and on the device the divisor of the gradients and the gate, if there is one."""
 
-    updates: Tensor
+    updates: int
     divisor: Tensor
     gate: Tensor | None
 
@@ -86,9 +86,10 @@ class AdamWRule(UpdateRule):
     @torch.no_grad()
     def _launch(self, gradients: Tensor, divisor: Tensor, gate: Tensor | None, options: Mapping[str, Any]) -> None:
         self.updates += 1
-        numbers = _Numbers(_number(self.updates, gradients.device), divisor, gate)
-        self._update(self._matrices, gradients, numbers, options)
-        self._update(self._vectors, gradients, numbers, {**options, "weight_decay": 0.0})
+        numbers = _Numbers(self.updates, divisor, gate)
+        update = self._update_on_gpu if gradients.device.type == "cuda" else self._update
+        update(self._matrices, gradients, numbers, options)
+        update(self._vectors, gradients, numbers, {**options, "weight_decay": 0.0})
 
     def _update(self, runs: list[_Run], gradients: Tensor, numbers: _Numbers, options: Mapping[str, Any]) -> None:
         if not runs:
@@ -102,7 +103,7 @@ class AdamWRule(UpdateRule):
             state["first"],
             state["second"],
             [],
-            [numbers.updates for _ in runs],
+            [_number(numbers.updates, gradients.device)] * len(runs),
             lr=options["lr"],
             beta1=options["betas"][0],
             beta2=options["betas"][1],
@@ -116,6 +117,25 @@ class AdamWRule(UpdateRule):
         if master is not weights:
             for rounded, exact in zip(weights, master, strict=True):
                 rounded.copy_(exact)
+
+    def _update_on_gpu(
+        self, runs: list[_Run], gradients: Tensor, numbers: _Numbers, options: Mapping[str, Any]
+    ) -> None:
+        from andon.optim.adamw_kernel import update  # needs triton
+
+        for run in runs:
+            state = {name: run.of_state(flat) for name, flat in self.state.items()}
+            weights, master = run.of_arena(self.arena.weights), state.get("master")
+            update(
+                weights if master is None else master,
+                run.of_arena(gradients),
+                (state["first"], state["second"]),
+                None if master is None else weights,
+                numbers.divisor,
+                numbers.gate,
+                numbers.updates,
+                options,
+            )
 
 
 def _number(value: float, device: torch.device) -> Tensor:
