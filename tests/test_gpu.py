@@ -271,13 +271,13 @@ def test_the_update_on_a_gpu_is_adamw(size: int) -> None:
     weights = torch.randn(size, device="cuda")
     first, second, gradients = torch.zeros_like(weights), torch.zeros_like(weights), torch.empty_like(weights)
     plain = weights.clone().requires_grad_()
-    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    options: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     oracle = torch.optim.AdamW([plain], foreach=False, **options)
     rounded, divisor = weights.bfloat16(), torch.full((), 3.0, device="cuda")
     for step in range(1, 6):
         plain.grad = torch.randn_like(weights)
         gradients.copy_(plain.grad * 3)
-        oracle.step()  # type: ignore[no-untyped-call]
+        oracle.step()
         update(weights, gradients, (first, second), rounded, divisor, torch.zeros((), device="cuda"), step, options)
         torch.testing.assert_close(weights, plain.detach(), rtol=1e-5, atol=1e-6)
         assert torch.equal(rounded, weights.bfloat16())

@@ -83,6 +83,14 @@ def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(converted) if len(converted) > 1 else converted[0]
 
 
+def _are_one_piece(tensors: Sequence[Tensor]) -> bool:
+    """Whether these follow each other in memory; neighbours that were allocated apart do not."""
+    storages = {each.untyped_storage().data_ptr() for each in tensors}
+    return len(storages) == 1 and all(
+        one.data_ptr() + one.nbytes == after.data_ptr() for one, after in pairwise(tensors)
+    )
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -94,7 +102,7 @@ def _weight_gradients(gradient: Tensor, inputs: Tensor, weights: list[Tensor]) -
     outs = [out for out in map(take_grad_out, weights) if out is not None]
     if len(outs) < len(weights):
         return [each.clone() for each in torch.split(product_f32(gradient.t(), inputs), sizes)]
-    if all(one.data_ptr() + one.nbytes == after.data_ptr() for one, after in pairwise(outs)):
+    if _are_one_piece(outs):
         product_f32(gradient.t(), inputs, outs[0].as_strided((sum(sizes), inputs.shape[1]), (inputs.shape[1], 1)))
     else:
         for rows, out in zip(torch.split(gradient, sizes, 1), outs, strict=True):
