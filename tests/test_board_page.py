@@ -58,6 +58,13 @@ def kill(process: Any) -> None:
     process.wait(30)
 
 
+AT_HOME = """folder => {
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replaceAll(folder, "/home/you");
+}"""
+"""Show a folder as the home of whoever reads the README."""
+
+
 def watch(browser: Browser, run: Path, options: list[str], steps: tuple[int, ...], images: Path | None) -> None:
     """A run that loses a worker at one step and goes on, is killed at another, resumed, and halted by a NaN; then seen
     once more, finished."""
@@ -65,6 +72,7 @@ def watch(browser: Browser, run: Path, options: list[str], steps: tuple[int, ...
     def picture(page: Page, name: str) -> None:
         if images:
             page.wait_for_timeout(1500)
+            page.evaluate(AT_HOME, str(run.parent.parent))
             page.screenshot(path=images / f"{name}.png")
 
     lost, killed, halted, last = steps

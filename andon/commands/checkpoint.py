@@ -13,7 +13,7 @@ from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
 from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.checkpoint.manifest import Damage, Damaged, Manifest, find_damage, read
 from andon.errors import UserError, harmless
-from andon.run.display import byte_progress
+from andon.run.display import progress_bar
 from andon.run.folder import RunFolder
 from andon.run.terminal import human_bytes
 
@@ -118,7 +118,7 @@ def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Consol
 
 def _damages(checkpoint: Path, console: Console) -> list[Damage]:
     """All damage of a checkpoint, found with a progress bar."""
-    with contextlib.suppress(Damaged), byte_progress(console) as bar:
+    with contextlib.suppress(Damaged), progress_bar(console) as bar:
         task = bar.add_task(escape(harmless(checkpoint.name)), total=read(checkpoint).size)
         return list(find_damage(checkpoint, lambda count: bar.advance(task, count)))
     return list(find_damage(checkpoint))

@@ -6,7 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from andon.config.schema import RunSettings
@@ -20,9 +20,9 @@ OF_TESTS = ("validation", "valid stories")
 PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
 
 
-def byte_progress(console: Console) -> Progress:
-    """A progress bar over bytes, which disappears at the end; none without a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+def progress_bar(console: Console) -> Progress:
+    """A progress bar that disappears at the end; none without a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 

@@ -6,14 +6,14 @@ from andon.config.schema import Config
 from andon.data.batches import Batches
 from andon.data.build import Corpus, prepare
 from andon.data.token_set import TokenSet
-from andon.run.display import byte_progress
+from andon.run.display import progress_bar
 
 
 def prepare_tokens(config: Config, console: Console) -> TokenSet:
     """The tokens of a configuration's corpus, made now or taken from the cache."""
     data = config.data
     corpus = Corpus(data.corpus, data.tokenizer, config.model.vocab, data.stories, config.seed)
-    with byte_progress(console) as bar:
+    with progress_bar(console) as bar:
         tasks = {}
 
         def progress(phase: str, done: int, total: int) -> None:
