@@ -12,8 +12,8 @@ import andon
 OTHERS = ["torch._dynamo", "torch.distributed", "tokenizers", "numpy.random", "encodings.idna", "pydantic.type_adapter"]
 
 NOT = ("__main__", "bench.ranks.finetune", "_kernel")
-"""Ranks of `bench finetune` load transformers' Trainer, which few tests need: they ask for it (`tests.prefork.preload`).
-Kernels need triton, which torch has only on GPUs."""
+"""Ranks of `bench finetune` load transformers' Trainer: the few tests that need it ask (`tests.prefork.preload`).
+Kernels need triton, which torch has only for GPUs."""
 
 for name in (*OTHERS, *(module.name for module in pkgutil.walk_packages(andon.__path__, "andon."))):
     if not name.endswith(NOT):

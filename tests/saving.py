@@ -10,9 +10,9 @@ from andon.checkpoint.manifest import verify
 from andon.config.schema import Config
 from andon.data.token_set import TokenSet
 from andon.engine.trainer import Trainer
-from andon.run.events import Event, no_event
-from andon.run.folder import RunFolder
 from andon.run.pretraining import Pretraining
+from andon.run.records.events import Event, no_event
+from andon.run.records.folder import RunFolder
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests.training import digest, make_trainer, small_config

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR, OneCycleLR, ReduceLROnPlateau
 
 import andon
-from andon.engine.arena import Arena
+from andon.engine.gradients.arena import Arena
 from andon.optim.base import Range, UpdateRule
 from andon.run.script import _from_plain, _to_plain
 from andon.transport.base import Group

@@ -21,8 +21,8 @@ LAYERS = (
     "files",
     "machine",
     "numerics",
-    "engine.order",
-    "engine.arena",
+    "engine.gradients.order",
+    "engine.gradients.arena",
     "model",
     "data",
     "transport",
@@ -47,7 +47,7 @@ ENGINE_MAY_IMPORT = {"torch", "numpy", "safetensors", "blake3", "triton", "andon
 
 
 def module_of(path: Path) -> str:
-    """`andon/engine/order.py` → `engine.order`; a package is its folder; the package itself is empty."""
+    """`andon/run/loop.py` → `run.loop`; a package is its folder; the package itself is empty."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 

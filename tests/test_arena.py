@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from andon.engine.arena import CELL, Arena, backward_order
+from andon.engine.gradients.arena import CELL, Arena, backward_order
+from andon.engine.gradients.order import middle
 from andon.engine.optimizer import AdamW
-from andon.engine.order import middle
 from andon.engine.parallel import DataParallel
 from andon.model.llama import Llama
 from andon.model.shape import Shape

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.bench.processes import run_ranks
+from andon.bench.kit.processes import run_ranks
 from andon.errors import UserError
 
 RANK = """

@@ -16,7 +16,7 @@ from andon.commands import checkpoint as checkpoints
 from andon.commands import generate as inference
 from andon.config.load import load
 from andon.config.sections import RunConfig
-from andon.engine.arena import CELL, Arena
+from andon.engine.gradients.arena import CELL, Arena
 from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt
 from andon.model.hub import load_model

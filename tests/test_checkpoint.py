@@ -24,9 +24,9 @@ from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.integrity.faults import SAVE_PLACES
 from andon.integrity.halt import JidokaHalt
-from andon.run.events import Event, no_event
-from andon.run.folder import RunFolder
 from andon.run.pretraining import Pretraining
+from andon.run.records.events import Event, no_event
+from andon.run.records.folder import RunFolder
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests import runs

@@ -17,7 +17,7 @@ from andon.checkpoint.manifest import render
 from andon.commands.checkpoint import diff, prune, show, verify
 from andon.commands.generate import generate
 from andon.errors import UserError
-from andon.run.folder import RunFolder
+from andon.run.records.folder import RunFolder
 from tests.group_harness import World
 from tests.runs import andon
 from tests.saving import quick_config, run_alone, run_to_end

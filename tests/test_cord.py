@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from andon.engine.order import make_order
+from andon.engine.gradients.order import make_order
 from andon.errors import UserError
 from andon.integrity.faults import parse
 from andon.integrity.halt import JidokaHalt

@@ -18,8 +18,8 @@ from andon.checkpoint.saver import CANCELLING
 from andon.config.schema import Config
 from andon.engine.trainer import Trainer
 from andon.errors import UserError
-from andon.run.events import Event, Recorder, event, read
-from andon.run.folder import RunFolder, read_mark
+from andon.run.records.events import Event, Recorder, event, read
+from andon.run.records.folder import RunFolder, read_mark
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests.group_harness import World, busy

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from andon.run.events import Recorder, event, read
+from andon.run.records.events import Recorder, event, read
 
 
 def record(folder: Path, *said: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from andon.control.generations.generations import Generations
 from andon.engine.recovery.commit import PIECE, Commit, Standing, settle
-from andon.run.chain import Chain
+from andon.run.records.chain import Chain
 
 SIZE = 8
 WHOLE = ((0, SIZE),)

@@ -106,7 +106,7 @@ def test_blocks_in_reverse_order_and_then_components() -> None:
 
 
 def test_the_mean_is_added_worker_by_worker_from_zero() -> None:
-    """The bits of the original, for a number of workers at which the tree of `engine.order` gives others."""
+    """The bits of the original, for a number of workers at which the tree of `engine.gradients.order` gives others."""
     dice = np.random.default_rng(1)
     rows = [dice.standard_normal(300_001).astype(np.float32) for _ in range(5)]
     for row in rows:

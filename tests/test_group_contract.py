@@ -16,7 +16,7 @@ import time
 import pytest
 import torch
 
-from andon.engine.order import Order, make_order
+from andon.engine.gradients.order import Order, make_order
 from andon.transport.base import TRANSPORTS, Group, GroupError
 from andon.transport.rows import Wire
 from tests.group_harness import SIZES, World, busy, reach_barrier, world, worlds

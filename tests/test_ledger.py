@@ -15,9 +15,9 @@ from andon.control.generations.succession import GoesOn, Succession
 from andon.control.link import FROM_WORKER, ControlLink
 from andon.control.members import Phase, Worker
 from andon.control.token import Credentials
-from andon.run.chain import Chain
-from andon.run.events import Event
-from andon.run.ledger import FILE, Ledger, check_record, read
+from andon.run.records.chain import Chain
+from andon.run.records.events import Event
+from andon.run.records.ledger import FILE, Ledger, check_record, read
 from tests.runs import andon, train
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from andon.engine.exchange import sum_in_halves
+from andon.engine.gradients.exchange import sum_in_halves
 from andon.integrity.probe import OPERATIONS, differing, take_probe
 from andon.numerics import AVX2, has_avx2, kernels
 from andon.transport.base import Group

@@ -12,8 +12,8 @@ from andon.checkpoint.store import weights_blake3
 from andon.config.schema import Config
 from andon.data.batches import Batches
 from andon.data.token_set import TokenSet
+from andon.engine.gradients.order import middle
 from andon.engine.optimizer import Totals
-from andon.engine.order import middle
 from andon.engine.trainer import Trainer
 from andon.model.llama import Llama
 from andon.optim import schedules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from andon.engine.order import Order, cover, make_order, middle, order_of_ranges, shares
+from andon.engine.gradients.order import Order, cover, make_order, middle, order_of_ranges, shares
 
 RNG = np.random.default_rng(7)
 VALUES = (RNG.standard_normal(64) * 10.0 ** RNG.integers(-6, 6, 64)).astype(np.float32)

@@ -15,7 +15,7 @@ import pytest
 from andon.control.coordinator import Coordinator
 from andon.control.generations.succession import GoesOn
 from andon.control.token import Credentials
-from andon.run.ledger import Ledger
+from andon.run.records.ledger import Ledger
 from andon.transport.tcp.frames import Hello
 from andon.version import VERSION
 from tests.test_entrance_fuzz import JOB, TOKEN, exactly, introduced, message_frame

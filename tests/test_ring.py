@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import andon
-from andon.engine.order import make_order, shares
+from andon.engine.gradients.order import make_order, shares
 from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings
 from andon.transport.rows import Wire
 from andon.transport.tcp.ring import RingGroup

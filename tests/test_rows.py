@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from andon.engine.order import order_of_ranges
+from andon.engine.gradients.order import order_of_ranges
 from andon.transport.base import Group
 from tests.group_harness import World
 

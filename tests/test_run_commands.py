@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from andon.config.load import keys, load
-from andon.run.ending import again
+from andon.run.screen.ending import again
 from tests.group_harness import busy
 from tests.runs import SMALL, andon, finish, start, summary, train, wait_for_step
 from tests.test_board import begin, event, step, write

@@ -15,7 +15,7 @@ import pytest
 from blake3 import blake3
 
 from andon.engine.trainer import Trainer
-from andon.run.events import Event
+from andon.run.records.events import Event
 from tests import oracle
 from tests.runs import andon
 from tests.saving import quick_config, run_alone

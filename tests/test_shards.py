@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.engine.order import shares
+from andon.engine.gradients.order import shares
 from andon.model.shape import SHAPES
 from andon.optim.shard_map import Policy, UnitOwners
 

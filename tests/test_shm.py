@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.engine.order import make_order
+from andon.engine.gradients.order import make_order
 from andon.errors import UserError
 from andon.transport.base import Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings
 from andon.transport.rows import Wire

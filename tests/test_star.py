@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from andon.engine.order import order_of_ranges
+from andon.engine.gradients.order import order_of_ranges
 from andon.transport.base import GroupTimeout, PeerLost, ProtocolError, Settings
 from andon.transport.keys import SERVER, LinkKeys
 from andon.transport.rows import Wire

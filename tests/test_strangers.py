@@ -26,7 +26,7 @@ from andon.control.coordinator import Coordinator
 from andon.control.join import join
 from andon.control.token import Credentials, read_token, token_of_run, token_of_worker
 from andon.errors import UserError
-from andon.run.events import check_event
+from andon.run.records.events import check_event
 from andon.transport.base import ProtocolError
 from andon.transport.keys import SERVER, LinkKeys
 from andon.transport.tcp.connect import Acceptor, connect, is_loopback

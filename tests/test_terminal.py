@@ -14,9 +14,9 @@ import pytest
 from andon.commands.generate import generate
 from andon.config.load import load
 from andon.errors import UserError, harmless
-from andon.run.display import Display, show_error
-from andon.run.events import event
-from andon.run.terminal import Terminal
+from andon.run.records.events import event
+from andon.run.screen.display import Display, show_error
+from andon.run.screen.terminal import Terminal
 from tests.runs import SMALL, andon, environment, events, start, summary, train
 
 EVIL = "\x1b]0;evil\x07\x1b[31m\x9b\r\x7f\udcff[red]:smile:"

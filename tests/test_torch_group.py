@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from andon.engine.order import make_order
+from andon.engine.gradients.order import make_order
 from andon.errors import UserError
 from andon.transport.base import Group, GroupTimeout, PeerLost, Settings, open_group
 from andon.transport.torch_dist import StoreRendezvous, TorchGroup

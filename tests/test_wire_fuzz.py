@@ -24,7 +24,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from andon.engine.order import order_of_ranges
+from andon.engine.gradients.order import order_of_ranges
 from andon.protocol2.client import WorkerClient
 from andon.protocol2.connections import WorkerGone
 from andon.protocol2.server import GradientServer

@@ -12,7 +12,7 @@ import torch
 
 from andon.config.load import load
 from andon.config.schema import Config
-from andon.engine.arena import CELL, Arena
+from andon.engine.gradients.arena import CELL, Arena
 from andon.integrity.halt import JidokaHalt
 from andon.model.llama import Llama
 from andon.optim.shard_map import Policy

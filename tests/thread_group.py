@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from andon.engine.order import Order
+from andon.engine.gradients.order import Order
 from andon.transport.base import Group, GroupTimeout, PeerLost, Rendezvous, Settings
 from andon.transport.rows import first_row, one_node_each, rows_of
 

@@ -14,8 +14,8 @@ from andon.config.sections import RunConfig
 from andon.data.build import Corpus, prepare
 from andon.data.token_set import TokenSet
 from andon.engine.trainer import Trainer
-from andon.run.events import Emit, no_event
 from andon.run.pretraining import PretrainingBuilder
+from andon.run.records.events import Emit, no_event
 from andon.transport.base import Group
 
 SMALL: dict[str, Any] = {

@@ -21,7 +21,7 @@ from andon.finetune.build import FineTuningBuilder
 from andon.finetune.loop import FineTuning
 from andon.finetune.plan import settle
 from andon.finetune.samples.tokenize import prepare_samples
-from andon.run.events import Event, no_event
+from andon.run.records.events import Event, no_event
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 

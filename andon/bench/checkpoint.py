@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from andon.bench.processes import run_ranks
-from andon.bench.report import ratio, slowest
+from andon.bench.kit.processes import run_ranks
+from andon.bench.kit.report import ratio, slowest
 
 
 def summarize(by_rank: list[dict[str, list[float]]]) -> dict[str, float]:

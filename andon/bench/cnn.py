@@ -3,8 +3,8 @@
 import statistics
 from collections.abc import Sequence
 
-from andon.bench.processes import run_ranks
-from andon.bench.report import ratio, show, slowest
+from andon.bench.kit.processes import run_ranks
+from andon.bench.kit.report import ratio, show, slowest
 
 STEPS = 10  # in a turn
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from andon.bench.processes import run_ranks
-from andon.bench.report import ratio, show, slowest
+from andon.bench.kit.processes import run_ranks
+from andon.bench.kit.report import ratio, show, slowest
 from andon.config.finetune import FinetuneConfig
 from andon.config.load import merge, validate
 from andon.data import stories

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from andon.bench.report import show
+from andon.bench.kit.report import show
 from andon.errors import UserError
 from andon.numerics import kernels
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
+from andon.bench.kit.report import ratio, show
 from andon.bench.ranks.train import RandomBatches, make_optimizer, make_trainer
-from andon.bench.report import ratio, show
 from andon.errors import UserError
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape

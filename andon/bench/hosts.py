@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from andon.bench.report import ratio, show, slowest
+from andon.bench.kit.report import ratio, show, slowest
 from andon.control.token import new_token
 from andon.errors import UserError
 

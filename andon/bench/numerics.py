@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-from andon.bench.report import show
+from andon.bench.kit.report import show
 from andon.numerics import AVX2, Numerics, kernels
 
 TOKENS = 512

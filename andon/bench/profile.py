@@ -11,14 +11,14 @@ from typing import Any, Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from andon.bench.kit.report import show
 from andon.bench.ranks.train import RandomBatches
-from andon.bench.report import show
 from andon.cluster.session import choose_device, make_torch_deterministic
 from andon.config.schema import Config
 from andon.engine.trainer import Trainer
 from andon.run.build import allow_faster_kernels, optimizer_of, step_settings
-from andon.run.events import no_event
 from andon.run.pretraining import build_model
+from andon.run.records.events import no_event
 from andon.transport.local import LocalGroup
 
 WARM_UP: Final = 3

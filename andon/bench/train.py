@@ -13,8 +13,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from andon.bench.processes import run_ranks
-from andon.bench.report import Turns, ratio, show, slowest
+from andon.bench.kit.processes import run_ranks
+from andon.bench.kit.report import Turns, ratio, show, slowest
 
 
 def train_row(tokens: int, ranks: int, seconds: Turns, phases: dict[str, float]) -> dict[str, Any]:

@@ -4,16 +4,16 @@ A row is one transport, number of ranks and size: the median time of an all-redu
 bytes that a ring would move per rank, 2(N-1)/N of the vector, per second), the processor time that all ranks
 together spend per GB of vector, and the ratio of gloo's time to it. The slowest rank counts. Two bounds of
 the machine are measured with it: a plain memory copy, and a bare full-duplex TCP connection. All sockets have
-the same congestion control (`andon.bench.link`).
+the same congestion control (`andon.bench.kit.link`).
 """
 
 import statistics
 from typing import Any
 
-from andon.bench.bounds import measure_bounds
-from andon.bench.processes import run_ranks
-from andon.bench.report import show
-from andon.bench.servers import start_server
+from andon.bench.kit.bounds import measure_bounds
+from andon.bench.kit.processes import run_ranks
+from andon.bench.kit.report import show
+from andon.bench.kit.servers import start_server
 from andon.control.token import new_token
 from andon.errors import UserError
 

@@ -16,7 +16,7 @@ from typing import Any
 from andon.board.curves import downsample
 from andon.board.history import COLUMNS, OPTIONAL, History
 from andon.board.text import plain
-from andon.run.events import as_json
+from andon.run.records.events import as_json
 
 POINTS = 900
 ROWS_OF_DELTA = 200

@@ -20,7 +20,7 @@ import numpy as np
 from andon.board.curves import Curve, Floats, downsample
 from andon.board.story import Story
 from andon.board.text import integer, number
-from andon.run.events import Event
+from andon.run.records.events import Event
 
 OPTIONAL = ("mfu", "accuracy")
 """What only some kinds of runs have; it is the last number of their steps."""

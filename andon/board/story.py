@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from andon.board.text import integer, number, rank_named
-from andon.run.events import Event
+from andon.run.records.events import Event
 
 SLOW = 1.5  # × the median of the others, in forward and backward, counts as slow
 SILENT = 30.0  # seconds without an event, at least, before a run counts as silent

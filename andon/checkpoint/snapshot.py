@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from andon.checkpoint.background import background
 from andon.checkpoint.format import At, tensor_blake3
-from andon.engine.arena import Arena, Layout
+from andon.engine.gradients.arena import Arena, Layout
 
 
 class Snapshot:

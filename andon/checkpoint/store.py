@@ -27,7 +27,7 @@ from andon.checkpoint.listing import REPLACED, checkpoint_path, kept, put_back, 
 from andon.checkpoint.manifest import Manifest, Record
 from andon.checkpoint.moments import ReadMoments
 from andon.checkpoint.snapshot import weights_digests
-from andon.engine.arena import Arena
+from andon.engine.gradients.arena import Arena
 from andon.errors import UserError
 from andon.files import sync
 from andon.integrity.fingerprint import as_bytes

@@ -126,6 +126,6 @@ def tls_of(cert: str, key: str, ca: str) -> Tls | None:
 
 def terminal(stderr: bool = False, lasting: bool = False) -> Console:
     """Where a command writes; `lasting`: for as long as a run takes."""
-    from andon.run.terminal import Terminal
+    from andon.run.screen.terminal import Terminal
 
     return Terminal(stderr, lasting)

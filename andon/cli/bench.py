@@ -52,7 +52,7 @@ def bench_train(
         run_on_gpu(preset, numbers("--tokens", tokens or "32768")[0], repetitions, as_json)
         return
     _enter_network()
-    from andon.bench.servers import check_needs_no_server
+    from andon.bench.kit.servers import check_needs_no_server
     from andon.bench.train import main as run
 
     check_needs_no_server(transport)
@@ -85,7 +85,7 @@ def bench_cnn(
     """Measure a script's small CNN with Andon's Python interface against PyTorch DDP, interleaved in one run."""
     _enter_network()
     from andon.bench.cnn import main as run
-    from andon.bench.servers import check_needs_no_server
+    from andon.bench.kit.servers import check_needs_no_server
 
     check_needs_no_server(transport)
     run(ranks, numbers("--images", images), repetitions, transport, as_json)
@@ -103,7 +103,7 @@ def bench_finetune(
     """Measure fine-tuning with LoRA against Hugging Face's Trainer with peft and DDP, interleaved in one run."""
     _enter_network()
     from andon.bench.finetune import main as run
-    from andon.bench.servers import check_needs_no_server
+    from andon.bench.kit.servers import check_needs_no_server
 
     check_needs_no_server(transport)
     run(presets.split(","), ranks, samples, repetitions, transport, as_json)
@@ -152,7 +152,7 @@ def bench_goodput(
 
 def _enter_network(rate: str = "") -> None:
     """Give a benchmark a network of its own, before anything heavy is imported."""
-    from andon.bench.link import enter_network
+    from andon.bench.kit.link import enter_network
 
     if note := enter_network(rate):
         terminal(stderr=True).print(note, style="dim")

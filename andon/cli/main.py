@@ -50,15 +50,15 @@ def main() -> None:
     try:
         app()
     except (UserError, GroupError) as error:
-        from andon.run.display import show_error
+        from andon.run.screen.display import show_error
 
         if isinstance(error, GroupError):
             error = UserError(str(error), error.cause, error.remedy or "The same command resumes")
         show_error(terminal(stderr=True), error)
         sys.exit(1)
     except OSError as error:
-        from andon.run.display import show_error
-        from andon.run.terminal import discard
+        from andon.run.screen.display import show_error
+        from andon.run.screen.terminal import discard
 
         cause = f"{error.filename or 'A file, the output or a connection'} cannot be used"
         remedy = "Correct that and run the same command again"

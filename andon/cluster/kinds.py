@@ -17,9 +17,9 @@ from andon.config.schema import Config, RunSettings
 from andon.data.batches import Windows
 from andon.data.build import Prepared
 from andon.data.token_set import TokenSet
-from andon.run import outlook
 from andon.run.plan import Plan, make_plan
 from andon.run.prepare import build_batches, prepare_tokens
+from andon.run.screen import outlook
 
 if TYPE_CHECKING:
     from andon.run.build import Builder

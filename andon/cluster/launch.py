@@ -33,12 +33,12 @@ from andon.control.token import FILE, VARIABLE, Credentials, environment, new_to
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
 from andon.numerics import kernels
-from andon.run.display import Display, show_error
-from andon.run.events import Emit, Event, Recorder, event, last_step
-from andon.run.folder import RunFolder, read_mark
-from andon.run.ledger import Ledger
-from andon.run.outlook import machine_notes
-from andon.run.resize import Wish
+from andon.run.records.events import Emit, Event, Recorder, event, last_step
+from andon.run.records.folder import RunFolder, read_mark
+from andon.run.records.ledger import Ledger
+from andon.run.records.resize import Wish
+from andon.run.screen.display import Display, show_error
+from andon.run.screen.outlook import machine_notes
 from andon.transport.address import address_text
 from andon.transport.base import TRANSPORTS, GroupError, PeerLost
 from andon.transport.tcp.entrance.tls import Tls

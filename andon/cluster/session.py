@@ -17,8 +17,8 @@ from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt
 from andon.integrity.probe import compare_probes, differing, take_probe
 from andon.run.build import Builder
-from andon.run.events import Emit, Event, event, no_event
 from andon.run.loop import Books, Loop
+from andon.run.records.events import Emit, Event, event, no_event
 from andon.transport.base import TRANSPORTS, Group, Rendezvous, Settings, fastest_here, open_group
 from andon.transport.local import LocalGroup
 

@@ -26,8 +26,8 @@ from andon.config.schema import RunSettings
 from andon.control.token import VARIABLE, Credentials, checked, new_token
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, UserError
 from andon.integrity.halt import JidokaHalt
-from andon.run.events import Emit, event, no_event
 from andon.run.loop import while_others_wait
+from andon.run.records.events import Emit, event, no_event
 from andon.transport.base import TRANSPORTS, Settings
 from andon.transport.tcp.connect import check_loopback, is_loopback
 from andon.transport.torch_dist import StoreRendezvous, gloo_at

@@ -26,8 +26,8 @@ from andon.control.token import token_of_worker
 from andon.data.build import Prepared, find, open_sound, receive
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.numerics import choose_kernels
-from andon.run.events import event
-from andon.run.folder import read_mark
+from andon.run.records.events import event
+from andon.run.records.folder import read_mark
 from andon.transport.base import SOMEONE, Group, GroupError, ProtocolError
 from andon.transport.tcp.entrance.tls import Tls
 

@@ -16,7 +16,7 @@ from andon.commands.data import check_data
 from andon.config.load import load_run
 from andon.data.batches import Windows, checksum
 from andon.errors import UserError
-from andon.run.ledger import FILE, check_record
+from andon.run.records.ledger import FILE, check_record
 
 
 class Audit:

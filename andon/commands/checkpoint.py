@@ -13,9 +13,9 @@ from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
 from andon.checkpoint.manifest import NAME as MANIFEST
 from andon.checkpoint.manifest import Damage, Damaged, Manifest, find_damage, read
 from andon.errors import UserError, harmless
-from andon.run.display import progress_bar
-from andon.run.folder import RunFolder
-from andon.run.terminal import human_bytes
+from andon.run.records.folder import RunFolder
+from andon.run.screen.display import progress_bar
+from andon.run.screen.terminal import human_bytes
 
 
 def find(path: Path) -> list[Path]:

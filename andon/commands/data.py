@@ -8,8 +8,8 @@ from andon.config.finetune import FinetuneConfig
 from andon.config.load import load_run
 from andon.config.schema import Config
 from andon.errors import UserError
-from andon.run.events import read
 from andon.run.prepare import prepare_tokens
+from andon.run.records.events import read
 
 
 def show_corpus(config: Config, console: Console) -> None:

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from andon.bench.numerics import cost
 from andon.numerics import has_avx2
-from andon.run.terminal import human_bytes
+from andon.run.screen.terminal import human_bytes
 from andon.version import VERSION
 
 PACKAGES = ("torch", "numpy", "safetensors", "blake3", "tokenizers", "pydantic", "transformers", "peft", "pyarrow")

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from andon.errors import UserError
-from andon.run.events import Event, read
+from andon.run.records.events import Event, read
 
 TRAIN = {name: f"train/{name}" for name in ("loss", "accuracy", "grad_norm", "lr", "tokens_per_s")}
 EVAL = {name: f"val/{name}" for name in ("loss", "accuracy", "bits_per_byte", "valid_share")}

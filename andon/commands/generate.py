@@ -24,8 +24,8 @@ from andon.model.generate import sample
 from andon.model.hub import load_model
 from andon.model.llama import Llama
 from andon.run import evaluate as evaluation
-from andon.run.folder import DamagedCheckpoint, newest_good
 from andon.run.prepare import build_batches, prepare_tokens
+from andon.run.records.folder import DamagedCheckpoint, newest_good
 from andon.transport.local import LocalGroup
 
 

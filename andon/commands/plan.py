@@ -12,7 +12,7 @@ from andon.cluster import kinds
 from andon.config.schema import RunSettings
 from andon.numerics import has_avx2
 from andon.run.plan import Plan, changes, cost_of_a_loss
-from andon.run.terminal import human_bytes
+from andon.run.screen.terminal import human_bytes
 
 
 def main(config: RunSettings, as_json: bool, console: Console) -> None:

@@ -18,8 +18,8 @@ from andon.board.app import is_run
 from andon.board.history import History
 from andon.board.text import plain
 from andon.errors import UserError
-from andon.run.folder import read_mark
-from andon.run.terminal import human_count
+from andon.run.records.folder import read_mark
+from andon.run.screen.terminal import human_count
 
 
 def runs_in(folders: list[Path]) -> list[Path]:

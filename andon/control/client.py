@@ -24,7 +24,7 @@ from andon.control.loop import Loop
 from andon.control.outbox import Outbox
 from andon.errors import EXIT_USER_ERROR, UserError, harmless
 from andon.machine import machine_id
-from andon.run.events import Event
+from andon.run.records.events import Event
 from andon.transport.base import COORDINATOR, SOMEONE, Abortable, GroupError, GroupTimeout, PeerLost, ProtocolError
 from andon.transport.keys import LinkKeys
 from andon.version import VERSION

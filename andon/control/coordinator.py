@@ -24,7 +24,7 @@ from andon.control.store import KeyValues
 from andon.control.stragglers import Stragglers
 from andon.control.token import Credentials
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError, worst
-from andon.run.events import Emit, Event, cannot_write, check_event, event
+from andon.run.records.events import Emit, Event, cannot_write, check_event, event
 from andon.transport.base import ProtocolError
 from andon.transport.tcp.connect import listen
 from andon.transport.tcp.entrance.handshake import authenticate

@@ -18,9 +18,9 @@ One frame per message (tag 0x10, then a JSON object with its `kind`); bytes of a
   coordinator  values   "these are everyone's values, by rank"
   worker       store    "set, get, check or add to a key of torch's store"
   coordinator  stored   "the answer to that request"
-  worker       event    "this happened" (see andon.run.events)
+  worker       event    "this happened" (see andon.run.records.events)
   worker       failed   "I must stop, and this is why"
-  worker       commit   "these steps are committed" (see andon.run.ledger)
+  worker       commit   "these steps are committed" (see andon.run.records.ledger)
   worker       back     "this generation goes on from the checkpoint of this step"
   coordinator  lost     "this rank is dead"
   coordinator  change   "somebody waits to join, or so many of you are released: leave the group after this step"

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from andon.run.events import Emit, Event
+from andon.run.records.events import Emit, Event
 
 MOST_WAITING = 64 << 20  # bytes of events that may wait for a disk or a terminal
 

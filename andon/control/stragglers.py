@@ -10,7 +10,7 @@ from typing import Final
 
 from andon.control.link import Message
 from andon.control.members import Worker
-from andon.run.events import Event
+from andon.run.records.events import Event
 
 SLOW: Final = 1.5
 """How many times the median counts as slow."""

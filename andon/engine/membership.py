@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from andon.engine.order import Order, make_order
+from andon.engine.gradients.order import Order, make_order
 from andon.transport.base import Group
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from andon.engine.exchange import Passenger
+from andon.engine.gradients.exchange import Passenger
 from andon.engine.membership import Membership
 from andon.engine.parallel import DataParallel
 from andon.engine.reading import Reading

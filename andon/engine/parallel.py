@@ -1,6 +1,6 @@
 """Data-parallel training of any module: parameters in an arena, gradients exchanged while backward computes.
 
-Units are found by a rule (`engine.arena.backward_order`): each child of the longest module list is a block.
+Units are found by a rule (`engine.gradients.arena.backward_order`): each child of the longest module list is a block.
 Only parameters that require gradients take part, so a LoRA model exchanges its adapters alone; the others must be equal
 on every rank. A module whose parameters are bf16 is trained on an f32 master, taken from them when it is handed over.
 """
@@ -12,15 +12,15 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from andon.engine.accumulate import Accumulator
-from andon.engine.arena import Arena
-from andon.engine.exchange import Exchange
-from andon.engine.gather import Gather
+from andon.engine.gradients.accumulate import Accumulator
+from andon.engine.gradients.arena import Arena
+from andon.engine.gradients.exchange import Exchange
+from andon.engine.gradients.gather import Gather
+from andon.engine.gradients.slots import Buffers, Slots, seed_generators
 from andon.engine.membership import Membership
 from andon.engine.phases import Phases
 from andon.engine.progress import Progress
 from andon.engine.recovery.steps import StepEnder, steps
-from andon.engine.slots import Buffers, Slots, seed_generators
 from andon.integrity.fingerprint import WIDTH, as_bytes, blame_by_majority
 from andon.integrity.halt import JidokaHalt
 from andon.transport.base import Group

@@ -17,8 +17,8 @@ from andon.finetune.loop import FineTuning
 from andon.finetune.model import build_model
 from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 from andon.run.build import Builder
-from andon.run.events import Emit
 from andon.run.loop import Books
+from andon.run.records.events import Emit
 
 TOKENIZER_TEXTS: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

@@ -15,8 +15,8 @@ from andon.finetune.result import write_result
 from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 from andon.finetune.task import Learning
 from andon.run.build import computes_in_bf16
-from andon.run.events import Emit, event
 from andon.run.loop import LONGEST_TEXT, Books, Loop, while_others_wait
+from andon.run.records.events import Emit, event
 
 
 class FineTuning(Loop):

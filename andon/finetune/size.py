@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from andon.config.finetune import FinetuneConfig
 from andon.data.batches import NO_TARGET
-from andon.engine.arena import backward_order
+from andon.engine.gradients.arena import backward_order
 from andon.errors import UserError
 from andon.finetune.base import Base, first_line
 from andon.finetune.model import add_adapters

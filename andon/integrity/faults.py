@@ -22,8 +22,8 @@ from andon.errors import UserError
 if TYPE_CHECKING:  # the configuration checks faults, and needs no torch for it
     from torch import Tensor
 
-    from andon.engine.arena import Layout
-    from andon.engine.order import Order
+    from andon.engine.gradients.arena import Layout
+    from andon.engine.gradients.order import Order
 
 State = Callable[[], Mapping[str, "Tensor"]]
 """The flat buffers that a bit can be flipped in, by name."""

@@ -18,7 +18,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from andon.engine.arena import CELL, Arena
+from andon.engine.gradients.arena import CELL, Arena
 from andon.integrity.halt import JidokaHalt
 from andon.transport.base import Group
 

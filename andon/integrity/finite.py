@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from andon.engine.arena import Arena, Unit
+from andon.engine.gradients.arena import Arena, Unit
 from andon.optim.sharding import Ownership
 from andon.transport.base import Group
 

@@ -2,7 +2,7 @@
 
 Autograd allocates a tensor for each gradient, which is then copied into the arena; at small batches that
 costs more memory traffic than the matrix product. A weight with a `grad_out`
-(`andon.engine.arena.set_grad_out`) gets its gradient written there instead. `grad_out` is used once per
+(`andon.engine.gradients.arena.set_grad_out`) gets its gradient written there instead. `grad_out` is used once per
 backward, so that autograd still sums the gradients of a weight that is used twice.
 
 A layer computes in the dtype of its inputs. A weight held in bf16 is converted to f32 for inputs in f32, and its

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon.engine.arena import Arena
+from andon.engine.gradients.arena import Arena
 from andon.optim.base import Range, UpdateRule
 
 

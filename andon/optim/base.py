@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from andon.engine.arena import Arena
+from andon.engine.gradients.arena import Arena
 
 Range = tuple[int, int]
 

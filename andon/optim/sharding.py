@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from andon.engine.arena import CELL, Layout
-from andon.engine.order import shares
+from andon.engine.gradients.arena import CELL, Layout
+from andon.engine.gradients.order import shares
 from andon.optim.base import Range
 from andon.optim.shard_map import Policy, UnitOwners
 

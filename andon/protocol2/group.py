@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 import numpy as np
 import torch
 
-from andon.engine.order import Order
+from andon.engine.gradients.order import Order
 from andon.errors import UserError
 from andon.protocol2.client import ServerHalted, ServerShutdown, WorkerClient, too_long
 from andon.protocol2.link import Move

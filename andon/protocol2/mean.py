@@ -1,7 +1,7 @@
 """The mean over workers, with the bits of the original server (C-WIRE-002).
 
 It starts from 0.0, adds worker by worker in the order of their ids and divides by their number, all in f32; so the mean
-of −0.0 and −0.0 is 0.0. This is not the order of `andon.engine.order`, which a group with workers of another
+of −0.0 and −0.0 is 0.0. This is not the order of `andon.engine.gradients.order`, which a group with workers of another
 implementation could not know. The loss is Σ loss·total / Σ total, also in f32, and 0.0 without samples. Unlike the
 original, a sum that overflows is found before it is sent (F-DP-003).
 """

@@ -22,9 +22,9 @@ from andon.engine.trainer import StepSettings, Trainer
 from andon.integrity.faults import Faults
 from andon.optim import schedules
 from andon.optim.sharding import Zero
-from andon.run.events import Emit, event
-from andon.run.folder import read_mark
 from andon.run.loop import Books, Loop
+from andon.run.records.events import Emit, event
+from andon.run.records.folder import read_mark
 from andon.run.resumable import check_resumable
 from andon.transport.base import Group
 

@@ -19,8 +19,8 @@ from andon.engine.progress import Progress
 from andon.engine.recovery.commit import Settlement
 from andon.engine.trainer import Trainer
 from andon.integrity.halt import JidokaHalt
-from andon.run.events import Emit, event, no_event
-from andon.run.folder import DamagedCheckpoint, newest_good
+from andon.run.records.events import Emit, event, no_event
+from andon.run.records.folder import DamagedCheckpoint, newest_good
 from andon.transport.base import Group
 
 T = TypeVar("T")

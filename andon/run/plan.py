@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeVar
 from andon.config.load import merge, validate
 from andon.config.schema import Config, RunSettings
 from andon.config.sections import MOST_SLOTS
-from andon.engine.order import make_order
+from andon.engine.gradients.order import make_order
 from andon.model.shape import Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic

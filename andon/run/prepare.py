@@ -6,7 +6,7 @@ from andon.config.schema import Config
 from andon.data.batches import Batches
 from andon.data.build import Corpus, prepare
 from andon.data.token_set import TokenSet
-from andon.run.display import progress_bar
+from andon.run.screen.display import progress_bar
 
 
 def prepare_tokens(config: Config, console: Console) -> TokenSet:

@@ -22,10 +22,10 @@ from andon.model.hub_config import to_hub
 from andon.model.llama import Llama
 from andon.run import evaluate as evaluation
 from andon.run.build import Builder, computes_in_bf16
-from andon.run.events import Emit, event
 from andon.run.loop import LONGEST_TEXT, Books, Loop, while_others_wait
 from andon.run.mfu import mfu, peak_of_all
 from andon.run.prepare import build_batches
+from andon.run.records.events import Emit, event
 from andon.transport.base import TRANSPORTS, Group
 
 

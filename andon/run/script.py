@@ -28,8 +28,8 @@ from andon.engine.recovery.commit import Settlement
 from andon.errors import EXIT_STOPPED, UserError, harmless
 from andon.files import expand
 from andon.integrity.probe import differing, take_probe
-from andon.run.folder import RunFolder, read_mark
 from andon.run.loop import while_others_wait
+from andon.run.records.folder import RunFolder, read_mark
 from andon.transport.base import GroupError
 from andon.transport.changing import ChangingGroup
 

@@ -1,13 +1,13 @@
 """A group: the ranks that exchange, and what they can do together.
 
-Two collectives carry everything. `reduce_scatter` sums the ranks' contributions in the order of `andon.engine.order`;
-afterwards rank r holds the sum of elements [bounds[r], bounds[r + 1]). `all_gather` gives every rank each rank's part.
-An all-reduce is one after the other; a broadcast is a gather in which one rank owns everything. Both work in place on
-flat tensors, so that an arena is exchanged without a copy.
+Two collectives carry everything. `reduce_scatter` sums the ranks' contributions in the order of
+`andon.engine.gradients.order`; afterwards rank r holds the sum of elements [bounds[r], bounds[r + 1]). `all_gather`
+gives every rank each rank's part. An all-reduce is one after the other; a broadcast is a gather in which one rank owns
+everything. Both work in place on flat tensors, so that an arena is exchanged without a copy.
 
-A contribution has one *row* per node (see `andon.engine.order`): a tensor of shape (rows, n), or (n,) for one row. Sums
-end in the first row. Everything blocks, has a deadline, and fails with an exception that names the peer, the operation
-and the seconds it took.
+A contribution has one *row* per node (see `andon.engine.gradients.order`): a tensor of shape (rows, n), or (n,) for one
+row. Sums end in the first row. Everything blocks, has a deadline, and fails with an exception that names the peer, the
+operation and the seconds it took.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, Protocol
 
-from andon.engine.order import Order, shares
+from andon.engine.gradients.order import Order, shares
 from andon.errors import UserError
 from andon.transport.keys import SERVER
 from andon.transport.rows import Wire, first_row
@@ -134,7 +134,7 @@ class Group(ABC):
     """Which membership of the run this is."""
     transport: str = "local"
     wire: Wire = "f32"
-    """How gradients are rounded: with bf16 every node of the order of addition is (`engine.order`)."""
+    """How gradients are rounded: with bf16 every node of the order of addition is (`engine.gradients.order`)."""
     mixed: bool = False
     """Whether its machines compute other bits: then each weight is updated by one rank and sent to the others."""
     stop_wanted: Callable[[], bool] = staticmethod(lambda: False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from andon.engine.order import Order
+from andon.engine.gradients.order import Order
 from andon.transport.base import Group, Units
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Self
 
 import torch
 
-from andon.engine.order import Order
+from andon.engine.gradients.order import Order
 from andon.transport.base import Group, Rendezvous, Settings
 from andon.transport.rows import Wire, one_node_each, rows_of, sum_rounded
 

@@ -1,6 +1,6 @@
 """Contributions to a sum as rows of a tensor: bounds of the ranks' parts, and how a bf16 wire rounds.
 
-A contribution has one row per node (see `andon.engine.order`); sums end in the first row.
+A contribution has one row per node (see `andon.engine.gradients.order`); sums end in the first row.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from andon.engine.order import Order, make_order
+from andon.engine.gradients.order import Order, make_order
 
 if TYPE_CHECKING:  # the configuration reads this file without torch
     import torch

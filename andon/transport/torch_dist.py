@@ -2,8 +2,8 @@
 
 The one order of addition needs every contribution in one place, so a reduce-scatter is an all-to-all of *parts* (each
 rank sends part j of each of its rows to rank j), after which every rank adds its own part in the order of
-`andon.engine.order`; with the all-gather that follows, the bytes are those of a ring. All transfers are point to point,
-because then a failure names a peer: each transfer has exactly one.
+`andon.engine.gradients.order`; with the all-gather that follows, the bytes are those of a ring. All transfers are point
+to point, because then a failure names a peer: each transfer has exactly one.
 
 With bf16 on the wire, contributions and all partial sums are rounded to bf16; a plain all-gather moves what it is
 given, exactly.
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from andon.engine.order import Order, shares
+from andon.engine.gradients.order import Order, shares
 from andon.errors import UserError
 from andon.transport.base import SOMEONE, Group, GroupTimeout, PeerLost, ProtocolError, Rendezvous, Settings
 from andon.transport.keys import LinkKeys

@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         "early-report-is-lost",
         "A report that comes before the one of the step before is dropped.",
-        "run/chain.py",
+        "run/records/chain.py",
         "        if step > self.step:\n            self._early.setdefault(step, record)\n",
         "        if step == self.step + 1:\n            self._early.setdefault(step, record)\n",
         (MODEL, "test_ledger.py"),
@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant(
         "report-twice",
         "A step that two ranks report is in the ledger twice.",
-        "run/chain.py",
+        "run/records/chain.py",
         "        if step > self.step:\n",
         "        if step >= self.step:\n",
         ("test_ledger.py",),

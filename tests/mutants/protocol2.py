@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         "server-forgotten",
         "A worker whose server has halted is blamed for every unit that it got no mean of.",
-        "engine/exchange.py",
+        "engine/gradients/exchange.py",
         " and not self._transport.joins_server",
         "",
         (f"{GROUP}test_a_nan_halts_the_run_and_the_server_and_both_name_it",),
@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         "units-as-they-are-ready",
         "Units are exchanged as backward finishes them, not in the order that the group asks for.",
-        "engine/exchange.py",
+        "engine/gradients/exchange.py",
         "(turn := self._turns[len(self._tasks)]) in self._ready",
         "(turn := len(self._tasks)) in self._ready",
         (f"{GROUP}test_the_commands_of_the_page_give_the_answer",),

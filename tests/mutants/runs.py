@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant(
         "nan-in-json",
         "NaN is written into JSON files.",
-        "run/events.py",
+        "run/records/events.py",
         "return None if isinstance(value, float) and not math.isfinite(value) else value",
         "return value",
         ("test_events.py",),
@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant(
         "half-a-line-kept",
         "A line that a kill cut short stays in metrics.jsonl.",
-        "run/events.py",
+        "run/records/events.py",
         'os.truncate(path, data.rfind(b"\\n") + 1)',
         "os.truncate(path, len(data))",
         ("test_events.py",),
@@ -65,7 +65,7 @@ MUTANTS = [
     Mutant(
         "lost-events-are-no-failure",
         "Events that could not be written are not told of.",
-        "run/events.py",
+        "run/records/events.py",
         "        if self._waiting and not self.failure:\n",
         "        if self.failure:\n",
         ("test_disk_trouble.py::test_whatever_happens_to_the_file_of_events_the_others_hear_them",),
@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant(
         "two-runs-in-a-folder",
         "Two runs can use one folder.",
-        "run/folder.py",
+        "run/records/folder.py",
         "            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)\n",
         ("test_disk_trouble.py::test_a_folder_that_was_removed_is_held_again_unless_another_run_has_it",),
@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant(
         "links-followed",
         "A run writes through symbolic links in its folder.",
-        "run/folder.py",
+        "run/records/folder.py",
         "if (self.folder / name).is_symlink():",
         "if not self.folder.name:",
         ("test_bad_input.py::test_a_link_inside_a_run_folder_is_not_followed",),
@@ -89,7 +89,7 @@ MUTANTS = [
     Mutant(
         "control-characters-obeyed",
         "A terminal gets the control characters of a corpus.",
-        "run/terminal.py",
+        "run/screen/terminal.py",
         "super().render_str(harmless(text), **settings)",
         "super().render_str(text, **settings)",
         ("test_terminal.py::test_events_show_control_characters_harmlessly",),
@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "no-display-ends-the-run",
         "A display that fails is asked to show the next event, too.",
-        "run/events.py",
+        "run/records/events.py",
         "                    self.listeners.remove(listener)\n                    self.emit(_nothing_shown(error))\n",
         "                    raise error\n",
         ("test_terminal.py::test_a_run_goes_on_when_nothing_can_be_shown",),
@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         "halt-of-the-past",
         "halt.json stays when the run goes on.",
-        "run/folder.py",
+        "run/records/folder.py",
         'for name in ("summary.json", "halt.json"):',
         'for name in ("summary.json",):',
         ("test_halts.py",),
@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "oldest-checkpoint",
         "A run goes on from its oldest checkpoint.",
-        "run/folder.py",
+        "run/records/folder.py",
         "for step in reversed(steps(checkpoints)):",
         "for step in steps(checkpoints):",
         ("test_checkpoint.py::test_damage_is_refused_named_and_passed_over",),
@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant(
         "begins-again-silently",
         "With only damaged checkpoints a run begins again.",
-        "run/folder.py",
+        "run/records/folder.py",
         "    if damaged:\n",
         "    if not damaged:\n",
         ("test_checkpoint.py::test_when_nothing_is_good_the_run_does_not_begin_again_by_itself",),
@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "older-branch-accepted",
         "A run branches off an older checkpoint in its own folder.",
-        "run/folder.py",
+        "run/records/folder.py",
         "if known and found and step_of(found) > known.step:",
         "if known and found and step_of(found) < known.step:",
         ("test_bad_input.py::test_a_branch_of_an_older_checkpoint_needs_a_folder_of_its_own",),
@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "forged-results",
         "Every rank may report results.",
-        "run/events.py",
+        "run/records/events.py",
         "if rank and kind not in FROM_ANY_RANK:",
         "if rank < 0:",
         ("test_strangers.py::test_only_rank_0_reports_results",),

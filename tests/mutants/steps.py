@@ -10,11 +10,11 @@ SKIPPED = "test_values.py::test_a_step_that_is_skipped_changes_nothing_and_does_
 RESUMED = "test_values.py::test_a_resumed_run_goes_on_with_its_numbers"
 
 MUTANTS = [
-    # engine/order
+    # engine/gradients/order
     Mutant(
         "tree-in-halves",
         "The tree of additions splits in the middle.",
-        "engine/order.py",
+        "engine/gradients/order.py",
         "return lo + (1 << (hi - lo - 1).bit_length() - 1)",
         "return (lo + hi) // 2",
         ("test_order.py",),
@@ -22,7 +22,7 @@ MUTANTS = [
     Mutant(
         "tree-power-above",
         "The tree splits after the largest power of two above half the length.",
-        "engine/order.py",
+        "engine/gradients/order.py",
         "return lo + (1 << (hi - lo - 1).bit_length() - 1)",
         "return hi - (1 << (hi - lo - 1).bit_length() - 1)",
         ("test_order.py",),
@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         "shares-uneven",
         "The last rank takes all that is left over.",
-        "engine/order.py",
+        "engine/gradients/order.py",
         "rank * grains // world_size * grain",
         "rank * (grains // world_size) * grain",
         ("test_order.py", "test_shards.py"),
@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant(
         "fold-never-accumulates",
         "A slot never uses the row of its left sibling.",
-        "engine/order.py",
+        "engine/gradients/order.py",
         "        if accumulate:\n            stack[-1]",
         "        if accumulate and slot > 1:\n            stack[-1]",
         ("test_order.py",),
@@ -46,16 +46,16 @@ MUTANTS = [
     Mutant(
         "workers-without-slots",
         "More workers than slots are accepted by the order.",
-        "engine/order.py",
+        "engine/gradients/order.py",
         "if not 1 <= world_size <= slots:",
         "if not 1 <= world_size:",
         ("test_order.py",),
     ),
-    # engine/arena
+    # engine/gradients/arena
     Mutant(
         "vectors-first",
         "Vectors lie before matrices.",
-        "engine/arena.py",
+        "engine/gradients/arena.py",
         "for kind in (matrices, others):",
         "for kind in (others, matrices):",
         ("test_arena.py",),
@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant(
         "tensors-unaligned",
         "Tensors lie end to end.",
-        "engine/arena.py",
+        "engine/gradients/arena.py",
         "at += round_up(value.numel(), ALIGN)",
         "at += value.numel()",
         ("test_arena.py::test_tensors_whose_sizes_do_not_divide_begin_on_64_bytes_all_the_same",),
@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "blocks-forward",
         "Blocks lie in the order of forward.",
-        "engine/arena.py",
+        "engine/gradients/arena.py",
         "return after[::-1] + middle[::-1] + before[::-1]",
         "return after[::-1] + middle + before[::-1]",
         ("test_arena.py",),
@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "frozen-parameters-train",
         "Frozen parameters take part.",
-        "engine/arena.py",
+        "engine/gradients/arena.py",
         "        if not parameter.requires_grad:\n            continue\n",
         "",
         ("test_arena.py",),
@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         "two-dtypes-accepted",
         "Parameters of two dtypes are accepted.",
-        "engine/arena.py",
+        "engine/gradients/arena.py",
         "if len(by_dtype) > 1 or not",
         "if not",
         ("test_bf16_weights.py::test_parameters_of_two_dtypes_are_refused",),
@@ -314,7 +314,7 @@ MUTANTS = [
     Mutant(
         "unused-parameters-keep-their-gradient",
         "A parameter without a gradient keeps the one of the step before.",
-        "engine/accumulate.py",
+        "engine/gradients/accumulate.py",
         "                    self._views[name].zero_()\n",
         "                    pass\n",
         ("test_python_values.py",),
@@ -482,7 +482,7 @@ MUTANTS = [
     Mutant(
         "gather-in-the-wrong-place",
         "A gather brings the parts of another unit.",
-        "engine/gather.py",
+        "engine/gradients/gather.py",
         "ownership.bounds[index])",
         "ownership.bounds[index - 1])",
         ("test_zero.py::test_every_policy_gives_the_answer",),
@@ -506,7 +506,7 @@ MUTANTS = [
     Mutant(
         "rows-added-twice",
         "The merges of the last slot are done twice.",
-        "engine/accumulate.py",
+        "engine/gradients/accumulate.py",
         "        if not self._last:\n            for into, other in self._fold.merges:",
         "        if True:\n            for into, other in self._fold.merges:",
         ("test_arena.py", NUMBERS),
@@ -514,7 +514,7 @@ MUTANTS = [
     Mutant(
         "norm-of-my-cells",
         "The norm is that of the cells that a rank owns.",
-        "engine/exchange.py",
+        "engine/gradients/exchange.py",
         "self.membership.group.all_gather(self._norms, self._bounds)",
         "pass",
         (NUMBERS,),
@@ -554,7 +554,7 @@ MUTANTS = [
     Mutant(
         "generators-not-set-by-slot",
         "Every slot of a step drops out the same elements.",
-        "engine/slots.py",
+        "engine/gradients/slots.py",
         'f"{seed} {step} {slot}"',
         'f"{seed} {step}"',
         ("test_any_module.py::test_slots_and_steps_have_random_numbers_of_their_own",),
@@ -562,7 +562,7 @@ MUTANTS = [
     Mutant(
         "generators-not-set-by-step",
         "Every step drops out the same elements.",
-        "engine/slots.py",
+        "engine/gradients/slots.py",
         'f"{seed} {step} {slot}"',
         'f"{seed} {slot}"',
         ("test_any_module.py::test_slots_and_steps_have_random_numbers_of_their_own",),
@@ -578,7 +578,7 @@ MUTANTS = [
     Mutant(
         "buffers-of-one-rank",
         "Each rank keeps the mean over its own slots.",
-        "engine/slots.py",
+        "engine/gradients/slots.py",
         "self.membership.group.all_gather_bytes(mine)",
         "[mine] * self.membership.world_size",
         ("test_any_module.py::test_batch_norm_and_dropout_give_one_digest_for_any_number_of_ranks_and_any_transport",),
@@ -594,7 +594,7 @@ MUTANTS = [
     Mutant(
         "buffers-not-compared",
         "A buffer that differs on a rank is not noticed.",
-        "engine/slots.py",
+        "engine/gradients/slots.py",
         "return (bytes(as_bytes(self._before[name])) for name in names)",
         "return iter(())",
         ("test_any_module.py::test_a_buffer_that_differs_on_a_rank_halts_the_next_step",),
@@ -602,7 +602,7 @@ MUTANTS = [
     Mutant(
         "bf16-merges-not-rounded",
         "With a bf16 wire a worker does not round the sums of its own slots.",
-        "engine/accumulate.py",
+        "engine/gradients/accumulate.py",
         "round_as(self._accumulator.wire, rows[into].add_(rows[other]))",
         "rows[into].add_(rows[other])",
         ("test_any_module.py::test_a_bf16_wire_gives_one_answer_for_any_number_of_ranks_and_any_transport",),
@@ -610,7 +610,7 @@ MUTANTS = [
     Mutant(
         "bf16-gradients-not-rounded",
         "With a bf16 wire a worker does not round the gradients of its slots.",
-        "engine/accumulate.py",
+        "engine/gradients/accumulate.py",
         "        round_as(self._accumulator.wire, view)\n",
         "",
         ("test_any_module.py::test_a_bf16_wire_gives_one_answer_for_any_number_of_ranks_and_any_transport",),

@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "fault-in-the-command-to-try",
         "The command to try after a halt injects the fault again.",
-        "run/ending.py",
+        "run/screen/ending.py",
         'elif not word.startswith("--fault="):',
         "else:",
         ("test_run_commands.py::test_a_halt_fits_one_screen_and_the_command_to_try_has_no_fault",),

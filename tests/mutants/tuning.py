@@ -246,7 +246,7 @@ MUTANTS = [
     Mutant(
         "fixed-group-resized",
         "A run whose members cannot change takes another number of workers.",
-        "run/resize.py",
+        "run/records/resize.py",
         "if fixed := TRANSPORTS[config.group.transport].fixed:",
         "if fixed := TRANSPORTS[config.group.transport].name * 0:",
         ("test_protocol2_group.py::test_a_killed_rank_is_named_by_the_run_and_by_the_server",),

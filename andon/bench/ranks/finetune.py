@@ -22,7 +22,7 @@ from andon.finetune.loop import FineTuning
 from andon.finetune.model import build_model
 from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 from andon.finetune.samples.tokenize import prepare_samples
-from andon.run.events import no_event
+from andon.run.records.events import no_event
 from andon.transport.base import Group, open_group
 from andon.transport.torch_dist import StoreRendezvous
 

@@ -26,10 +26,10 @@ from andon.control.token import Credentials, environment, new_token, token_of_wo
 from andon.errors import EXIT_HALTED, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_USER_ERROR, UserError, harmless
 from andon.machine import name_process
 from andon.numerics import Numerics, kernels
-from andon.run.display import show_error
-from andon.run.events import Event
-from andon.run.ledger import Ledger
-from andon.run.terminal import Terminal
+from andon.run.records.events import Event
+from andon.run.records.ledger import Ledger
+from andon.run.screen.display import show_error
+from andon.run.screen.terminal import Terminal
 from andon.transport.base import TRANSPORTS, GroupError, PeerLost, fastest_here
 
 ADDRESS = "ANDON_COORDINATOR"

@@ -25,9 +25,9 @@ from andon.protocol2.mean import NonFiniteGradient
 from andon.protocol2.server import GradientServer, WorkersDisagree
 from andon.protocol2.wire.dialogue import WHOLE, Dialogue
 from andon.protocol2.worker import Worker
-from andon.run.display import show_error
-from andon.run.events import Emit, Event, Recorder, event
-from andon.run.folder import RunFolder
+from andon.run.records.events import Emit, Event, Recorder, event
+from andon.run.records.folder import RunFolder
+from andon.run.screen.display import show_error
 from andon.transport.address import address_text
 from andon.transport.tcp.connect import is_loopback
 

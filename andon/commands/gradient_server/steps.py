@@ -9,8 +9,8 @@ from rich.console import Console
 from andon.protocol2.server import Mean
 from andon.protocol2.wire.dialogue import WHOLE
 from andon.protocol2.worker import Worker
-from andon.run.events import Event
-from andon.run.terminal import human_bytes
+from andon.run.records.events import Event
+from andon.run.screen.terminal import human_bytes
 
 LINE_EVERY: Final = 2.0
 """Seconds between lines about steps."""

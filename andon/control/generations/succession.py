@@ -16,8 +16,8 @@ from andon.control.link import Message
 from andon.control.members import Phase, Worker, seats
 from andon.control.store import Topics
 from andon.control.token import Credentials
-from andon.run.events import Emit, Event, event
-from andon.run.ledger import Ledger, check_record
+from andon.run.records.events import Emit, Event, event
+from andon.run.records.ledger import Ledger, check_record
 from andon.transport.base import ProtocolError
 
 WITHOUT_PROGRESS: Final = 20

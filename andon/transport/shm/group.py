@@ -24,7 +24,7 @@ from zlib import crc32
 
 import torch
 
-from andon.engine.order import Order, shares
+from andon.engine.gradients.order import Order, shares
 from andon.errors import UserError
 from andon.machine import machine_id
 from andon.transport.base import Group, ProtocolError, Rendezvous, Settings

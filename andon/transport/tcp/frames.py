@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, dataclass_transform
 import numpy as np
 import numpy.typing as npt
 
-from andon.engine.order import Order
+from andon.engine.gradients.order import Order
 from andon.transport.base import ProtocolError
 
 Buffer = bytes | bytearray | memoryview

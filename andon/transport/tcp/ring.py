@@ -21,7 +21,7 @@ from typing import Self
 
 import torch
 
-from andon.engine.order import Order, shares
+from andon.engine.gradients.order import Order, shares
 from andon.transport.base import SOMEONE, Group, PeerLost, Rendezvous, Settings
 from andon.transport.rows import Wire, check_bounds, first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import Acceptor, Channel, agree_on_keys, connect

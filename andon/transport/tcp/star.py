@@ -15,7 +15,7 @@ from typing import Final, Self
 
 import torch
 
-from andon.engine.order import Order
+from andon.engine.gradients.order import Order
 from andon.transport.base import Group, Rendezvous, Settings
 from andon.transport.keys import SERVER
 from andon.transport.rows import Wire, check_bounds, first_row, one_node_each, rows_of

@@ -8,10 +8,10 @@ their values of it, and *targets*, the ranks that receive the result:
     reduce-scatter   everyone   the sum in the one order   the owner
     all-gather       the owner  the owner's values         everyone else
 
-The server has one buffer per *leaf* of a piece (a row of a rank, see `andon.engine.order`) and keeps a *window* of
-pieces open: a piece is received, added up when its last leaf has arrived, and sent; when all its targets have it, its
-buffers serve the next piece. So the server holds a few pieces, whatever the length of the vector. A rank that is ahead
-is not read from until a buffer is free, and waits in its own send.
+The server has one buffer per *leaf* of a piece (a row of a rank, see `andon.engine.gradients.order`) and keeps a
+*window* of pieces open: a piece is received, added up when its last leaf has arrived, and sent; when all its targets
+have it, its buffers serve the next piece. So the server holds a few pieces, whatever the length of the vector. A rank
+that is ahead is not read from until a buffer is free, and waits in its own send.
 """
 
 import socket
@@ -23,7 +23,7 @@ from typing import Final
 
 import torch
 
-from andon.engine.order import Order
+from andon.engine.gradients.order import Order
 from andon.transport.tcp.encoding import PIECE_ELEMENTS, add_bf16, add_up
 from andon.transport.tcp.stream import Incoming, Outgoing, Stream
 

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import closing, suppress
 from typing import Final, Literal
 
-from andon.engine.order import order_of_ranges
+from andon.engine.gradients.order import order_of_ranges
 from andon.transport.base import ProtocolError
 from andon.transport.keys import LinkKeys
 from andon.transport.rows import are_bounds

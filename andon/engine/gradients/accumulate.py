@@ -1,8 +1,8 @@
 """Backward into the arena: each slot's gradients are folded into the worker's rows in the one order of addition.
 
-A worker folds its slots as `engine.order` says: a slot's gradient goes to a *row*, then rows are merged. In its last
-slot a unit is *ready* when every parameter of it has its gradient. Ready units are handed over in layout order, with
-the merges that are left, so that the exchange goes on while backward computes the units after them.
+A worker folds its slots as `engine.gradients.order` says: a slot's gradient goes to a *row*, then rows are merged. In
+its last slot a unit is *ready* when every parameter of it has its gradient. Ready units are handed over in layout
+order, with the merges that are left, so that the exchange goes on while backward computes the units after them.
 
 With bf16 on the wire every gradient and every merge is rounded to bf16, whether it travels or not: then the sum does
 not depend on which of them do.
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from andon.engine.arena import Arena, set_grad_out
-from andon.engine.exchange import Exchange
+from andon.engine.gradients.arena import Arena, set_grad_out
+from andon.engine.gradients.exchange import Exchange
+from andon.engine.gradients.order import Fold
 from andon.engine.membership import Membership
-from andon.engine.order import Fold
 from andon.transport.rows import round_as
 
 OnGradient = Callable[[int, str, Tensor], None]

@@ -1,6 +1,6 @@
 """What the machine can do at best: a plain memory copy, and a bare TCP connection with both directions busy.
 
-The connection goes to a child process, `python -m andon.bench.bounds PORT`. Each end sends from one
+The connection goes to a child process, `python -m andon.bench.kit.bounds PORT`. Each end sends from one
 thread and receives in another.
 """
 
@@ -28,7 +28,7 @@ def _copy() -> float:
 
 def _duplex() -> float:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        child = subprocess.Popen([sys.executable, "-m", "andon.bench.bounds", str(listener.getsockname()[1])])
+        child = subprocess.Popen([sys.executable, "-m", "andon.bench.kit.bounds", str(listener.getsockname()[1])])
         with listener.accept()[0] as connection:
             seconds = _exchange(connection)
         child.wait()

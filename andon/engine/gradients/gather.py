@@ -11,7 +11,7 @@ from concurrent.futures import Executor, Future
 
 from torch import nn
 
-from andon.engine.arena import Arena
+from andon.engine.gradients.arena import Arena
 from andon.engine.membership import Membership
 from andon.optim.sharding import Ownership
 

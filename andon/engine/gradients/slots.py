@@ -13,8 +13,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
+from andon.engine.gradients.order import make_order
 from andon.engine.membership import Membership
-from andon.engine.order import make_order
 from andon.engine.reading import Reading
 from andon.integrity.fingerprint import as_bytes
 

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from andon.config.schema import Config, RunSettings
 from andon.run.plan import Memory, cost_of_a_loss, make_plan
-from andon.run.terminal import human_bytes, human_count
+from andon.run.screen.terminal import human_bytes, human_count
 
 MANY_EPOCHS = 20  # from which on a warning is due
 

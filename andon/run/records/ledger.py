@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from andon.files import no_follow
-from andon.run.chain import Chain
-from andon.run.events import cut_last_line
+from andon.run.records.chain import Chain
+from andon.run.records.events import cut_last_line
 
 FILE = "ledger.jsonl"
 RETRY_SECONDS = 1.0  # until a disk that failed is tried again

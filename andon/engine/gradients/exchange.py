@@ -3,7 +3,7 @@
 A unit's turn: do the merges that are left, check this rank's contribution if it cannot be looked at later
 (`integrity.finite`), reduce it over the group, and take the norm of every cell that this rank owns. Once a
 unit has failed, the units after it fail with its error. Updated weights are gathered on the same thread
-(`engine.gather`), so that the group is never used by two collectives at once.
+(`engine.gradients.gather`), so that the group is never used by two collectives at once.
 """
 
 import json
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from andon.engine.arena import CELL, Arena
+from andon.engine.gradients.arena import CELL, Arena
+from andon.engine.gradients.order import Merges
 from andon.engine.membership import Membership
-from andon.engine.order import Merges
 from andon.integrity.finite import GradientSums, blame_after_reduce, is_finite
 from andon.optim.sharding import Ownership
 from andon.transport.base import TRANSPORTS

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from andon.config.schema import RunSettings
 from andon.errors import UserError, harmless
-from andon.run.ending import first_causes, show_halt, show_summary
-from andon.run.events import Event
-from andon.run.terminal import Terminal
+from andon.run.records.events import Event
+from andon.run.screen.ending import first_causes, show_halt, show_summary
+from andon.run.screen.terminal import Terminal
 
 OF_STEPS = ("loss", "accuracy", "tokens/s", "answers/s", "lr", "grad norm")
 OF_TESTS = ("validation", "valid stories")

@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Column, Table
 
 from andon.config.schema import RunSettings
-from andon.run.events import Event
-from andon.run.terminal import human_bytes, human_count
+from andon.run.records.events import Event
+from andon.run.screen.terminal import human_bytes, human_count
 
 MOST_PLACES = 4  # slots that the card of a halt names
 

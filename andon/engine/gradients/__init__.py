@@ -1,0 +1,1 @@
+"""From backward to the sum over all workers: order of addition, arena, exchange."""
