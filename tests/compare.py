@@ -8,6 +8,8 @@ what a signal cut in two does not. Everything that training does is in it: ledge
 from __future__ import annotations
 
 import argparse
+import http.client
+import json
 import os
 import random
 import signal
@@ -17,12 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
 from tests.runs import ctrl_c, environment, events
+from tests.test_board import board, get, listens
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = [
@@ -41,6 +45,7 @@ class Tree:
         command = [sys.executable, "-m", "andon", "train", *SETTINGS, *settings, "--run.dir=run"]
         around = {**environment(cwd), "PYTHONPATH": str(source)}
         self.output = cwd / "output"
+        self.board: psutil.Process | None = None
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(command, cwd=cwd, env=around, stdout=output, stderr=output, process_group=0)
 
@@ -57,10 +62,25 @@ class Tree:
                 sys.exit(f"{self.name} does not train:\n{self.output.read_text()[-2000:]}")
             time.sleep(0.1)
 
+    def watch(self, viewers: int, stack: ExitStack) -> None:
+        """Open the board of this run, with so many viewers; it runs only in the same turns."""
+        url = stack.enter_context(board(self.folder, "--bind=127.0.0.1:0"))
+        port = urlsplit(url).port
+        (self.board,) = [each for each in psutil.Process().children(recursive=True) if listens(each, port)]
+        (run,) = json.loads(get(url, "/api/runs")[2])
+        cursor = json.loads(get(url, f"/api/runs/{run['key']}")[2])["cursor"]
+        for _ in range(viewers):
+            connection = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)))
+            connection.request("GET", f"/api/runs/{run['key']}/stream?after={cursor}")
+
+    def processes(self) -> list[psutil.Process]:
+        """The command, its workers, and the board. Workers may lead groups of their own."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True), *([self.board] if self.board else [])]
+
     def signal(self, number: signal.Signals) -> None:
-        """Workers may lead groups of their own."""
-        for each in (self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children(True))):
-            os.kill(each, number)
+        for each in self.processes():
+            os.kill(each.pid, number)
 
     def turn(self, seconds: float) -> float | None:
         """Run for so long: seconds of a step, if two ended."""
@@ -72,9 +92,7 @@ class Tree:
         return (ended[-1] - ended[0]) / (len(ended) - 1) if len(ended) > 1 else None
 
     def cpu_seconds(self) -> float:
-        """Of the command and all its workers."""
-        root = psutil.Process(self.process.pid)
-        return sum(sum(each.cpu_times()[:2]) for each in (root, *root.children(recursive=True)))
+        return sum(sum(each.cpu_times()[:2]) for each in self.processes())
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -130,6 +148,7 @@ def main() -> None:
     parser.add_argument(
         "--now", action="append", default=[], help="a setting that only this tree knows, --now=--KEY=VALUE"
     )
+    parser.add_argument("--watch", type=int, metavar="VIEWERS", help="with this tree's board and so many viewers")
     options, settings = parser.parse_known_args()
     with checkout(options.before) as source, ExitStack() as stack:
         trees = []
@@ -138,7 +157,11 @@ def main() -> None:
             trees.append(Tree(name, root, cwd, [*settings, *more]))
             stack.callback(trees[-1].end)
         now, before = trees
+        if options.watch is not None:
+            now.wait_for(1)
+            now.watch(options.watch, stack)
         compare(now, before, options.pairs, options.seconds)
+        now.signal(signal.SIGCONT)  # a board that is stopped does not end
 
 
 if __name__ == "__main__":
