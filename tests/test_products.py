@@ -70,3 +70,12 @@ def test_without_room_a_gradient_is_a_tensor_of_its_own() -> None:
     one = matrix(1, 16, 32).requires_grad_()
     torch.autograd.backward(F.linear(matrix(3, 4, 32), one).sum() * 2)
     assert close(weights[0].grad, one.grad)
+
+
+def test_a_weight_that_is_used_twice_gets_the_sum_of_both_gradients() -> None:
+    (weight,), _ = with_room(matrix(1, 16, 32))
+    plain = matrix(1, 16, 32).requires_grad_()
+    first, second = matrix(2, 4, 32), matrix(3, 4, 32)
+    torch.autograd.backward((product(first.bfloat16(), weight) + product(second.bfloat16(), weight)).sum())
+    torch.autograd.backward((F.linear(first, plain) + F.linear(second, plain)).sum())
+    assert close(weight.grad, plain.grad)
