@@ -76,7 +76,7 @@ class Tree:
     def processes(self) -> list[psutil.Process]:
         """The command, its workers, and the board. Workers may lead groups of their own."""
         root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True), *([self.board] if self.board else [])]
+        return [root, *root.children(recursive=True), *([self.board] if self.board and self.board.is_running() else [])]
 
     def signal(self, number: signal.Signals) -> None:
         for each in self.processes():

@@ -203,7 +203,6 @@ def test_survivors_name_a_killed_peer_within_a_second(transport: str, size: int)
             assert seconds < 1.0 * busy()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("transport", "size"), worlds(3, processes_only=True))
 def test_survivors_name_a_stopped_peer_within_the_timeout(transport: str, size: int) -> None:
     victim = 1

@@ -64,6 +64,21 @@ def test_the_activations_are_what_autograd_keeps(shape: Shape, windows: int) -> 
     assert live_activations(shape, windows) - two_gradients == kept_for_backward(shape, windows)
 
 
+@pytest.mark.parametrize(
+    ("preset", "windows", "kept", "measured"),
+    [
+        *(("350m", 32, 0.75, 29.5), ("350m", 32, 1, 38.7), ("124m", 64, 0.75, 16.4), ("124m", 64, 1, 21.7)),
+        *(("124m", 256, 1, 75.8), ("1b", 8, 1, 41.9)),
+    ],
+)
+def test_the_memory_on_a_gpu_is_what_an_h200_measured(preset: str, windows: int, kept: float, measured: float) -> None:
+    """In GiB; of one worker with one slot, as `andon bench train --device cuda` prints it."""
+    settings = {"device": "cuda", "workers": 1, "train.slots": 1, "train.context": SHAPES[preset].context}
+    train = {"train.micro_batch": windows, "train.activation_memory": kept}
+    memory = make_plan(build({}, {"model.preset": preset, **settings, **train}).on_this_machine()).memory
+    assert memory.total / 2**30 == pytest.approx(measured, rel=0.05)
+
+
 def test_plan_needs_no_torch_and_shows_what_settings_would_change(tmp_path: Path) -> None:
     script = (
         "import sys; sys.argv = ['andon', 'plan', '--model.preset=30m', '--workers=2', '--numerics=native']\n"

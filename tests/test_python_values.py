@@ -138,3 +138,13 @@ def test_a_parameter_that_a_step_does_not_use_has_a_gradient_of_zero() -> None:
     # Twelve ones for each layer that was used.
     assert norms == pytest.approx([24**0.5, 12**0.5])
     model.close()
+
+
+def test_a_step_in_which_nothing_counts_leaves_the_weights_finite() -> None:
+    model = andon.DataParallel(Regression(), LocalGroup(), slots=1)
+    optimizer = andon.AdamW(model, lr=LR)
+    x, _ = batch(0, 0)
+    model.backward(0 * model(x).sum(), 0, reduction="sum")
+    optimizer.step(clip=CLIP)
+    assert all(bool(each.isfinite().all()) for each in model.parameters())
+    model.close()

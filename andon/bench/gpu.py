@@ -18,7 +18,7 @@ from andon.bench.kit.report import ratio, show
 from andon.bench.ranks.train import RandomBatches, make_optimizer, make_trainer
 from andon.errors import UserError
 from andon.model.llama import Llama
-from andon.model.shape import SHAPES, Shape
+from andon.model.shape import CHEAP, SHAPES, Shape
 from andon.optim.sharding import Zero
 from andon.run.mfu import mfu, peak_of
 from andon.transport.base import Group
@@ -84,8 +84,6 @@ def transformers_step(shape: Shape, batch: int, compiled: bool) -> Step:
 
 def contestants(shape: Shape, batch: int) -> dict[str, tuple[bool, Callable[[], Step]]]:
     """By name: whether torch must be deterministic, and how the step is made."""
-    from andon.model.compiled import CHEAP
-
     found: dict[str, tuple[bool, Callable[[], Step]]] = {
         "andon": (True, lambda: andon_step(shape, batch, True, True, CHEAP)[1]),
         "andon without checks": (True, lambda: andon_step(shape, batch, False, True, CHEAP)[1]),

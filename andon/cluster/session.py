@@ -151,8 +151,7 @@ class Session:
 
 
 def open_configured(config: RunSettings, rendezvous: Rendezvous, settings: Settings) -> Group:
-    """The group that the configuration asks for; torch is made to give the same bits every time first."""
-    make_torch_deterministic(config.threads)
+    """The group that the configuration asks for."""
     alone = not TRANSPORTS[config.group.transport].connects  # until it grows
     size = rendezvous.world_size
     group = open_group(fastest_here(size) if alone else config.group.transport, rendezvous, settings)

@@ -181,9 +181,9 @@ def _load(config: RunSettings, data: Prepared, client: CoordinatorClient, job: M
 
     changes = (client.change.is_set, client.shrink.is_set)
     around = Surroundings(client.emit, client.stop.is_set, client.local_rank, built, *changes, client)
+    make_torch_deterministic(config.threads)
     session = Session(config, data, around)
     if job.get("joins"):
-        make_torch_deterministic(config.threads)
         session.prepare(job.get("probe", {}), job.get("frozen", ""))
     return session
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from pydantic import model_validator as validator
 
 from andon.errors import UserError
-from andon.model.shape import LARGEST, Shape
+from andon.model.shape import CHEAP, LARGEST, Shape
 from andon.transport.address import parse_address
 from andon.transport.base import TRANSPORTS
 
@@ -135,7 +135,7 @@ class TrainConfig(TrainBase):
     """Format of the model's weights; with bf16, AdamW keeps an f32 master of the weights that a rank owns."""
     compile: bool | None = None
     """Compile each block with torch.compile; by default on CUDA devices."""
-    activation_memory: float = Field(0.75, gt=0, le=1)
+    activation_memory: float = Field(CHEAP, gt=0, le=1)
     """Share of the activations that compiled blocks keep on a GPU; backward computes the rest again. 1 is fastest."""
 
 

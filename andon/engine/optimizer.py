@@ -326,7 +326,7 @@ class Optimizer(torch.optim.Optimizer):
         measured = torch.cat([losses, self.model.exchange.norm().view(1)])
         reading = Reading(measured)
         # A number of the host would be a factor of 1/x on a GPU, which rounds otherwise: it gets tensors.
-        numbers = (tokens, self._clip)
+        numbers = (max(1, tokens), self._clip)
         count, most = (torch.full((), number, dtype=torch.float64, device=measured.device) for number in numbers)
         scale = count * (measured[-1] / count / most).clamp(min=1.0) if self._clip else count
         gate = ~torch.isfinite(measured).all()
@@ -338,7 +338,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._updates_ahead:
             assert updated == totals.sound, f"{totals} was updated ahead of its verdict: {updated}"
         elif updated:
-            scale = totals.tokens * max(1.0, totals.norm / self._clip if self._clip else 1.0)
+            scale = max(1, totals.tokens) * max(1.0, totals.norm / self._clip if self._clip else 1.0)
             self.rule.update(self.model.gradients.rows[0], scale, self.options)
         self.model.end_step(totals.loss, totals.tokens, updated)
 

@@ -15,7 +15,7 @@ class Reading:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(values.device))
 
     def values(self) -> list[Any]:
         """The values, once the device has computed them."""

@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 
 from andon.errors import UserError
 from andon.integrity.fingerprint import blame_by_majority
+from andon.model.loss import product_f32
 from andon.transport.base import Group
 
 Probe = Mapping[str, str]
@@ -77,6 +78,9 @@ def _matrix_products(device: torch.device) -> list[Tensor]:
     found = []
     for rows, inner, columns in ((512, 128, 384), (96, 160, 33), (8, 512, 1024)):
         found += _with_gradients(torch.matmul, _numbers(device, rows, inner), _numbers(device, inner, columns, seed=7))
+    if device.type == "cuda":  # as compiled blocks multiply
+        gradient, inputs = _numbers(device, 512, 384).bfloat16(), _numbers(device, 512, 128, seed=7).bfloat16()
+        found.append(product_f32(gradient.t(), inputs))
     return found
 
 
@@ -107,6 +111,12 @@ def _sums(device: torch.device) -> list[Tensor]:
 def _adamw_update(device: torch.device) -> list[Tensor]:
     weights, gradients, first, second = (_numbers(device, 4099, seed=seed) for seed in (1, 2, 3, 4))
     second.abs_()
+    if device.type == "cuda":
+        from andon.optim.adamw_kernel import update  # needs triton
+
+        options = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        update(weights, gradients, (first, second), None, torch.ones((), device=device), None, 4, options)
+        return [weights, first, second]
     adamw(
         [weights],
         [gradients],

@@ -18,22 +18,20 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from andon.model.llama import Attend, Attention, Kernels, Llama, Stack, SwiGLU
 from andon.model.loss import loss_of_chunk
 from andon.model.products import gated_products, product
+from andon.model.shape import CHEAP
 
-KERNEL_OPTIONS: Final[Any] = {
-    # No row is masked out as a whole, and a mask's blocks follow each other.
-    **{"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True},
-    # Measured on an H200 with heads of 64.
+KERNEL_OPTIONS: Final[Any] = {"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
+"""No row is masked out as a whole, and a mask's blocks follow each other."""
+HOPPER_OPTIONS: Final[Any] = {
     **{"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32},
     **{"bwd_num_warps": 4, "bwd_num_stages": 3},
 }
-
+"""Measured on an H200 with heads of 64 in bf16; elsewhere torch chooses."""
+SMALLEST_HEAD: Final = 16
+"""FlexAttention takes none below."""
 
 TOGETHER: Final = 4
 """Blocks in a stack, at most: what lies between two blocks is fused, and Python is called less often."""
-
-
-CHEAP: Final = 0.75
-"""Down to this share of the activations, what is computed again takes a pass over memory each, and no product."""
 
 
 def compile_model(model: Llama, deterministic: bool = True, activation_memory: float = CHEAP) -> None:
@@ -78,11 +76,15 @@ def _gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def _deterministic_attention(model: Llama) -> Attend:
-    context = model.shape.context
+    context, head_dim = model.shape.context, model.shape.head_dim
+    if head_dim < SMALLEST_HEAD:
+        return _fastest_attention  # of those that are deterministic, where torch may take no other
+    measured = head_dim == 64 and model.compute == torch.bfloat16 and torch.cuda.get_device_capability() == (9, 0)
+    options = KERNEL_OPTIONS | HOPPER_OPTIONS if measured else KERNEL_OPTIONS
     mask = create_block_mask(_causal, None, None, context, context, device=model.cos.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=KERNEL_OPTIONS)
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
 
     return attend
 

@@ -20,7 +20,7 @@ def _backward(both, gradient, for_both, hidden, width, BLOCK: tl.constexpr, AGAI
     up = tl.load(both + second, inside).to(tl.float32)
     wanted = tl.load(gradient + row * width + column, inside).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
-    silu = (gate * sigmoid).to(tl.bfloat16).to(tl.float32)  # rounded, as forward rounds it
+    silu = gate * sigmoid  # not rounded: neither is it in the compiler's forward
     tl.store(for_both + first, (wanted * up) * sigmoid * (1 + gate * (1 - sigmoid)), inside)
     tl.store(for_both + second, wanted * silu, inside)
     if AGAIN:

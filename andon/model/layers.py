@@ -48,7 +48,8 @@ class Head(Linear):
                 return logits
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
         rows = x.flatten(0, 1)
-        return SummedLoss.apply(rows, self.weight, targets.flatten(), self.loss_of_chunk)  # type: ignore[no-untyped-call, no-any-return]
+        weight = self.weight if torch.is_grad_enabled() else self.weight.detach()  # otherwise its gradient is computed
+        return SummedLoss.apply(rows, weight, targets.flatten(), self.loss_of_chunk)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Embedding(nn.Embedding):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES: Final = 1 << 30
-"""Of a chunk's logits, in f32."""
+from andon.model.shape import CHUNK_BYTES
+
 IGNORED: Final = -100
 """A target that does not count."""
 

@@ -128,11 +128,10 @@ def _gated_backward(both: Tensor, gradient: Tensor, again: bool) -> tuple[Tensor
         return for_both, hidden
     gate, up = (each.float() for each in both.chunk(2, -1))
     sigmoid, wanted = gate.sigmoid(), gradient.float()
-    silu = (gate * sigmoid).to(both.dtype)
     for_both[:, : gate.shape[1]] = wanted * up * sigmoid * (1 + gate * (1 - sigmoid))
-    for_both[:, gate.shape[1] :] = wanted * silu.float()
+    for_both[:, gate.shape[1] :] = wanted * gate * sigmoid
     if again:
-        hidden.copy_(silu.float() * up)
+        hidden.copy_(gate * sigmoid * up)
     return for_both, hidden
 
 

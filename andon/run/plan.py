@@ -4,7 +4,8 @@ Memory is what one worker holds at the worst moment of a step, shared memory div
 Linux the *proportional set size*, PSS, of its process), and the copies that it keeps from its first save on: its share
 of the moments, and on rank 0 the weights. The arithmetic is exact but for two figures, measured on Linux with torch
 2.13's CPU build: what torch and Andon take before there is a model, and how much more than the live tensors the C
-library's allocator keeps. On a GPU the tensors are the same, and the program and the copies stay in the host's memory.
+library's allocator keeps. On a GPU compiled blocks keep less, in bf16, and only a part of the logits; the program and
+the copies stay in the host's memory.
 
 Traffic is what one rank sends in a step, on average over the ranks; in shared memory, what it moves between its own
 memory and others'. Norms and fingerprints are left out: less than a thousandth.
@@ -18,7 +19,7 @@ from andon.config.load import merge, validate
 from andon.config.schema import Config, RunSettings
 from andon.config.sections import MOST_SLOTS
 from andon.engine.gradients.order import make_order
-from andon.model.shape import Shape
+from andon.model.shape import CHEAP, CHUNK_BYTES, Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic
 
@@ -29,6 +30,8 @@ SHARED: Final = 264_000_000
 """Pages that all workers of `andon train` share: of libraries, and of what was loaded before they were forked."""
 ALLOCATOR: Final = 1.4
 """What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
+GPU_ALLOCATOR: Final = 1.1
+"""The same on a GPU: 1.05 to 1.15 with `124m` to `1b`."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def make_plan(config: Config) -> Plan:
     shape = config.shape
     others = [shape.hidden] + [shape.vocab * shape.hidden] * (1 if shape.tied else 2)
     trained = Trained([shape.block_parameters] * shape.layers, others, config.train.weights)
-    activations = live_activations(shape, config.train.micro_batch) + widened(config)
+    activations = activations_of(config) + widened(config)
     tokens = config.tokens_per_step
     memory = memory_of(config, trained, activations)
     return Plan(shape.parameters, tokens, tokens * config.train.steps, memory, sent(config, trained))
@@ -125,7 +128,7 @@ def memory_of(config: RunSettings, trained: Trained, activations: int, frozen: i
         weights=weights + frozen,
         gradients=4 * trained.parameters * rows,
         optimizer=trained.state_bytes * owned(config, trained),
-        activations=round(ALLOCATOR * activations),
+        activations=round((ALLOCATOR if on_host else GPU_ALLOCATOR) * activations),
         exchange=exchange_buffers(config, trained),
         snapshot=trained.state_bytes * saved(config, trained) if on_host else 0,
         weights_snapshot=weights if on_host else 0,
@@ -157,6 +160,21 @@ def widened(config: Config) -> int:
     if config.train.weights == "f32" or config.device == "cuda":
         return 0
     return 4 * config.shape.hidden * max(config.shape.vocab, config.shape.intermediate)
+
+
+def activations_of(config: Config) -> int:
+    """Bytes of activations when they are most: as compiled blocks keep them on a GPU, or as autograd does."""
+    shape, windows, train = config.shape, config.train.micro_batch, config.train
+    if config.device != "cuda" or train.precision == "f32" or train.compile is False:
+        return live_activations(shape, windows)
+    tokens = windows * shape.context
+    # In numbers of bf16: residuals, norms, queries, keys, values, attention with its log-sum-exp; gate, up, product.
+    kept = 6 * shape.hidden + 2 * shape.kv_heads * shape.head_dim + 2 * shape.heads + 3 * shape.intermediate
+    if train.activation_memory < 1:
+        cheap = kept - 2 * shape.hidden - shape.intermediate
+        kept = cheap if train.activation_memory >= CHEAP else min(cheap, round(train.activation_memory * kept))
+    logits = 2 * min(CHUNK_BYTES, 4 * tokens * shape.vocab)  # in f32, with two copies in bf16
+    return 2 * tokens * shape.layers * kept + logits
 
 
 def live_activations(shape: Shape, windows: int) -> int:

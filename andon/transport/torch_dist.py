@@ -50,7 +50,9 @@ class TorchGroup(Group):
     ) -> None:
         self.process_group, self.timeout, self.wire = process_group, settings.timeout, settings.wire
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self.device = torch.device("cuda" if dist.get_backend(process_group) == "nccl" else "cpu")
+        nccl = dist.get_backend(process_group) == "nccl"
+        # With its number: on another thread, "cuda" is the first GPU.
+        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self._peers = dist.get_process_group_ranks(process_group)
         self._owned = owned
         self._kept: Store | None = None
@@ -129,7 +131,7 @@ class TorchGroup(Group):
 
     def _gather(self, flat: torch.Tensor, bounds: Sequence[int], dtype: torch.dtype) -> None:
         mine = flat[bounds[self.rank] : bounds[self.rank + 1]].to(self.device, dtype)
-        in_place = flat.dtype == dtype and flat.device.type == self.device.type
+        in_place = flat.dtype == dtype and flat.device == self.device
         parts = [flat[lo:hi] for lo, hi in pairwise(bounds)]
         buffers = parts if in_place else [torch.empty_like(p, dtype=dtype, device=self.device) for p in parts]
         self._exchange([(peer, mine) for peer in range(self.world_size)], list(enumerate(buffers)), "all-gather")

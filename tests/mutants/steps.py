@@ -356,7 +356,7 @@ MUTANTS = [
         "never-clipped",
         "Gradients are never clipped.",
         "engine/optimizer.py",
-        "scale = totals.tokens * max(1.0, totals.norm / self._clip if self._clip else 1.0)",
+        "scale = max(1, totals.tokens) * max(1.0, totals.norm / self._clip if self._clip else 1.0)",
         "scale = totals.tokens * 1.0",
         (WEIGHTS,),
     ),

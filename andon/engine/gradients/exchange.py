@@ -39,6 +39,13 @@ class Passenger(Protocol):
         ...
 
 
+def _begin_thread(threads: int, device: torch.device) -> None:
+    """A new thread starts with torch's default number of compute threads and with the first GPU."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class Exchange:
     """Reduces the units of one step after another, on a thread of its own."""
 
@@ -48,9 +55,8 @@ class Exchange:
         """How long the collectives of this step took, most of it while backward computed."""
         self.checks = True
         """Off only where a benchmark measures what the checks cost."""
-        # A new thread starts with torch's default number of compute threads: give it the worker's.
-        same_threads = partial(torch.set_num_threads, torch.get_num_threads())
-        self.thread = ThreadPoolExecutor(1, "andon-exchange", initializer=same_threads)
+        like_this = partial(_begin_thread, torch.get_num_threads(), arena.device)
+        self.thread = ThreadPoolExecutor(1, "andon-exchange", initializer=like_this)
         self.has_owners = False
         """Whether an optimizer has decided who gets which part of the gradients."""
         self._sums = GradientSums(arena, membership.slots)
