@@ -146,6 +146,7 @@ def test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_t
     monkeypatch.setattr("andon.board.history.LARGE", 1)
     monkeypatch.setattr("andon.board.history.PARSED_AT_ONCE", 100)
     monkeypatch.setattr("andon.board.history.CHUNK", 1 << 16)
+    monkeypatch.setattr("andon.board.history.IN_BULK", 100)
     monkeypatch.setattr("andon.board.feed.PAGE_FIRST", 0.0)
     times = {"forward": [1.0, 1.0]}
     steps = [step(n, 50.0 if n == 3333 else None, rank_ms=times) for n in range(1, 6001)]

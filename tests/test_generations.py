@@ -351,6 +351,17 @@ def test_a_late_worker_takes_over_the_verdict_and_a_new_one_receives_everything(
     assert [transfer[:2] for transfer in settled.transfers] == [(0, 8)]
 
 
+def test_no_generation_begins_after_a_member_has_come_to_the_end() -> None:
+    there: Generations[str] = Generations(2)
+    for name in ("first", "second"):
+        there.ready(name)
+    assert there.next() == ["first", "second"]
+    there.leave("first")
+    there.part("second")
+    there.ready("third")
+    assert there.next() is None
+
+
 def test_nothing_is_sent_when_everyone_has_everything() -> None:
     assert settle([held((0, 8)), held((0, 8))], 8).transfers == ()
 

@@ -22,7 +22,7 @@ MUTANTS = [
         "engine/recovery/commit.py",
         "newest = max(known, key=lambda standing: standing.step)",
         "newest = min(known, key=lambda standing: standing.step)",
-        (MODEL,),
+        ("test_generations.py::test_a_late_worker_takes_over_the_verdict_and_a_new_one_receives_everything",),
     ),
     Mutant(
         "records-not-handed-on",
@@ -54,7 +54,7 @@ MUTANTS = [
         "control/generations/generations.py",
         "if self.over or self.returning or len(self.parted) < len(self.members):",
         "if self.returning or len(self.parted) < len(self.members):",
-        (MODEL,),
+        ("test_generations.py::test_no_generation_begins_after_a_member_has_come_to_the_end",),
     ),
     Mutant(
         "early-report-is-lost",
@@ -62,7 +62,7 @@ MUTANTS = [
         "run/records/chain.py",
         "        if step > self.step:\n            self._early.setdefault(step, record)\n",
         "        if step == self.step + 1:\n            self._early.setdefault(step, record)\n",
-        (MODEL, "test_ledger.py"),
+        ("test_ledger.py::test_reports_of_several_ranks_become_one_chain",),
     ),
     Mutant(
         "report-twice",
