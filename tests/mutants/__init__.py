@@ -35,7 +35,18 @@ class Mutant:
 
 def everything() -> list[Mutant]:
     """All mutants, by room."""
-    from tests.mutants import checkpoints, foundations, generations, protocol2, runs, steps, tools, transports, tuning
+    from tests.mutants import (
+        checkpoints,
+        foundations,
+        generations,
+        numbers,
+        protocol2,
+        runs,
+        steps,
+        tools,
+        transports,
+        tuning,
+    )
 
-    rooms = (foundations, runs, steps, checkpoints, transports, generations, tools, protocol2, tuning)
+    rooms = (foundations, runs, numbers, steps, checkpoints, transports, generations, tools, protocol2, tuning)
     return [mutant for room in rooms for mutant in room.MUTANTS]
