@@ -16,6 +16,7 @@ import andon
 from andon.checkpoint.manifest import read as manifest
 from andon.engine.loader import Loader
 from andon.engine.reading import Reading
+from andon.model.loss import loss_of_chunk
 from andon.transport.local import LocalGroup
 from tests.runs import andon as run
 from tests.runs import events, summary
@@ -263,6 +264,24 @@ def test_the_gates_kernel_computes_what_the_cpu_computes(rows: int, width: int) 
             torch.testing.assert_close(found[1].cpu(), wanted[1], rtol=0.01, atol=0.001)
 
 
+@pytest.mark.parametrize("vocab", [2, 1000, 8192, 40_000])
+def test_the_loss_on_a_gpu_is_what_the_cpu_computes(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(rows, 64, generator=generator).bfloat16() for rows in (17, vocab))
+    targets = torch.randint(vocab, (17,), generator=generator)
+    targets[3] = -100
+    wanted = loss_of_chunk(x, weight, targets)
+    found = loss_of_chunk(x.cuda(), weight.cuda(), targets.cuda())
+    torch.testing.assert_close(found[0].cpu(), wanted[0], rtol=0.01, atol=0.01)
+    torch.testing.assert_close(found[1].cpu(), wanted[1], rtol=0.02, atol=0.002)
+    assert not found[1][3].any()
+    x[5, 0] = math.nan
+    loss, gradient = loss_of_chunk(x.cuda(), weight.cuda(), targets.cuda())
+    assert loss.isnan() and gradient[5].isnan().all() and gradient[6:].isfinite().all()
+    for wrong in (-1, vocab):
+        assert loss_of_chunk(x[:1].cuda(), weight.cuda(), torch.tensor([wrong]).cuda())[0].isnan()
+
+
 @pytest.mark.parametrize("size", [1, 1000, 100_000])
 def test_the_update_on_a_gpu_is_adamw(size: int) -> None:
     from andon.optim.adamw_kernel import update
@@ -282,6 +301,12 @@ def test_the_update_on_a_gpu_is_adamw(size: int) -> None:
         torch.testing.assert_close(weights, plain.detach(), rtol=1e-5, atol=1e-6)
         assert torch.equal(rounded, weights.bfloat16())
         torch.testing.assert_close(gradients, plain.grad)
+    sums = gradients.clone()
+    update(weights, gradients, (first, second), None, divisor, None, 6, options, keeps_gradients=False)
+    plain.grad = sums / 3
+    oracle.step()
+    torch.testing.assert_close(weights, plain.detach(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(gradients, sums)
     before = [each.clone() for each in (weights, gradients, first, second)]
-    update(weights, gradients, (first, second), rounded, divisor, torch.ones((), device="cuda"), 6, options)
+    update(weights, gradients, (first, second), rounded, divisor, torch.ones((), device="cuda"), 7, options)
     assert all(torch.equal(a, b) for a, b in zip(before, (weights, gradients, first, second), strict=True))

@@ -67,7 +67,7 @@ def test_the_activations_are_what_autograd_keeps(shape: Shape, windows: int) -> 
 @pytest.mark.parametrize(
     ("preset", "windows", "kept", "measured"),
     [
-        *(("350m", 32, 0.75, 29.5), ("350m", 32, 1, 38.7), ("124m", 64, 0.75, 16.4), ("124m", 64, 1, 21.7)),
+        *(("350m", 32, 0.75, 30.0), ("350m", 32, 1, 39.2), ("124m", 64, 0.75, 16.4), ("124m", 64, 1, 21.7)),
         *(("124m", 256, 1, 75.8), ("1b", 8, 1, 41.9)),
     ],
 )

@@ -182,6 +182,7 @@ class Optimizer(torch.optim.Optimizer):
         rule, wanted = self.rule, self._share_out()
         if settled.lost or wanted != (rule.parts, rule.updated):
             rule = self.rule_type(self.model.arena, *wanted)
+            rule.keeps_gradients = self.rule.keeps_gradients
         if not settled.lost:
             share_state(self.model, settled, self.rule, rule)
         self.rule, self.is_new = rule, settled.lost

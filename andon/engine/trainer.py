@@ -63,6 +63,7 @@ class Trainer:
         self._samples = SamplesOfStep()
         optimizer.judge, optimizer.samples = self.judge, lambda: self._samples.everyone
         optimizer.passengers += [self.model.phases, self._samples]
+        optimizer.rule.keeps_gradients = False
         if checkpointer:
             optimizer.passengers.append(checkpointer)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from andon.model.llama import Attend, Attention, Kernels, Llama, Stack, SwiGLU
-from andon.model.loss import loss_of_chunk
 from andon.model.products import gated_products, product
 from andon.model.shape import CHEAP
 
@@ -30,12 +29,12 @@ HOPPER_OPTIONS: Final[Any] = {
 SMALLEST_HEAD: Final = 16
 """FlexAttention takes none below."""
 
-TOGETHER: Final = 4
+TOGETHER: Final = 8
 """Blocks in a stack, at most: what lies between two blocks is fused, and Python is called less often."""
 
 
 def compile_model(model: Llama, deterministic: bool = True, activation_memory: float = CHEAP) -> None:
-    """Compile blocks, final norm and loss; whole windows have always the same shape.
+    """Compile blocks and final norm; whole windows have always the same shape.
 
     On a GPU backward keeps the share `activation_memory` of a stack's activations, and computes the others again."""
     # Otherwise kernels are chosen by how fast they run now, and with them the order in which they add.
@@ -55,7 +54,6 @@ def compile_model(model: Llama, deterministic: bool = True, activation_memory: f
     model.stacks = [Stack(blocks[first : first + count]) for first in range(0, len(blocks), count)]
     for part in (*model.stacks, model.model.norm):
         part.compile(fullgraph=True, dynamic=False)
-    model.lm_head.loss_of_chunk = torch.compile(loss_of_chunk, fullgraph=True, dynamic=False)
 
 
 def _kernels(model: Llama, deterministic: bool, again: bool) -> Kernels:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS: Final = 1024  # of one program
+COLUMNS: Final = 4096  # of one program, at most
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -31,7 +31,8 @@ def launch(both: Tensor, gradient: Tensor, for_both: Tensor, hidden: Tensor | No
     """Write the gradient of `both`, and what forward gave if there is room for it."""
     rows, width = gradient.shape
     room = for_both if hidden is None else hidden
+    block = min(COLUMNS, triton.next_power_of_2(width))
     with torch.cuda.device(both.device):
-        _backward[rows, triton.cdiv(width, COLUMNS)](
-            both, gradient, for_both, room, width, BLOCK=COLUMNS, AGAIN=hidden is not None
+        _backward[rows, triton.cdiv(width, block)](
+            both, gradient, for_both, room, width, BLOCK=block, AGAIN=hidden is not None, num_warps=8
         )

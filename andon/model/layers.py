@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from andon.model.loss import ChunkLoss, SummedLoss, loss_of_chunk
+from andon.model.loss import SummedLoss
 
 
 class Linear(nn.Linear):
@@ -37,10 +37,6 @@ class Linear(nn.Linear):
 class Head(Linear):
     """The layer from hidden states to logits. Given targets it gives their summed loss instead."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self.loss_of_chunk: ChunkLoss = loss_of_chunk
-
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None or x.dtype == torch.float32:
             logits = super().forward(x)
@@ -49,7 +45,7 @@ class Head(Linear):
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
         rows = x.flatten(0, 1)
         weight = self.weight if torch.is_grad_enabled() else self.weight.detach()  # otherwise its gradient is computed
-        return SummedLoss.apply(rows, weight, targets.flatten(), self.loss_of_chunk)  # type: ignore[no-untyped-call, no-any-return]
+        return SummedLoss.apply(rows, weight, targets.flatten())  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Embedding(nn.Embedding):

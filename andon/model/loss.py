@@ -4,30 +4,31 @@ Forward computes the gradients as well, while a chunk's logits are there: backwa
 Products are of bf16, and sums over tokens are f32.
 """
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from andon.model.shape import CHUNK_BYTES
+from andon.model.shape import LOGITS_BYTES
 
 IGNORED: Final = -100
 """A target that does not count."""
 
-ChunkLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(inputs, weight, targets) → the summed loss, and its gradient by the logits."""
-
 
 def loss_of_chunk(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The summed cross entropy of some tokens, and its gradient by the logits."""
-    logits = (x @ weight.t()).float()
-    scale = logits.logsumexp(-1, keepdim=True)
+    logits = x @ weight.t()
+    if logits.is_cuda:
+        from andon.model.loss_kernel import turn_into_gradient  # needs triton
+
+        return turn_into_gradient(logits, targets, IGNORED).sum(), logits
+    exact = logits.float()
+    scale = exact.logsumexp(-1, keepdim=True)
     counts = (targets != IGNORED)[:, None]
-    chosen = logits.gather(1, targets.clamp(min=0)[:, None])
-    right = torch.arange(weight.shape[0], device=x.device) == targets[:, None]
-    gradient = ((logits - scale).exp() - right.float()) * counts
+    chosen = exact.gather(1, targets.clamp(min=0)[:, None])
+    right = torch.arange(weight.shape[0]) == targets[:, None]
+    gradient = ((exact - scale).exp() - right.float()) * counts
     return ((scale - chosen) * counts).sum(), gradient.to(x.dtype)
 
 
@@ -35,37 +36,38 @@ class SummedLoss(torch.autograd.Function):
     """The summed cross entropy of bf16 inputs (tokens × hidden) under a head's weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, of_chunk: ChunkLoss) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         held = weight.to(x.dtype)
-        rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+        rows = max(1, LOGITS_BYTES // (2 * weight.shape[0]))
         total = torch.zeros((), device=x.device)
         for_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        for_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for_weight = None
         for start in range(0, len(x), rows):
             inputs = x[start : start + rows]
-            loss, gradient = of_chunk(inputs, held, targets[start : start + rows])
+            loss, gradient = loss_of_chunk(inputs, held, targets[start : start + rows])
             total += loss
             if for_x is not None:
                 torch.mm(gradient, held, out=for_x[start : start + rows])
-            if for_weight is not None:
-                add_product(for_weight, gradient.t(), inputs)
+            if ctx.needs_input_grad[1]:
+                for_weight = product_added_to(for_weight, gradient.t(), inputs)
         ctx.save_for_backward(for_x, for_weight)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         for_x, for_weight = ctx.saved_tensors
         for_x = None if for_x is None else for_x * gradient.to(for_x.dtype)
-        return for_x, None if for_weight is None else for_weight * gradient, None, None
+        return for_x, None if for_weight is None else for_weight * gradient, None
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product of bf16 matrices to an f32 total."""
+def product_added_to(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """The product of bf16 matrices, added to an f32 total if there is one yet."""
+    if total is None:
+        return product_f32(a, b)
     if a.device.type == "cuda":
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += product_f32(a, b)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return total.add_(product_f32(a, b))
 
 
 def product_f32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

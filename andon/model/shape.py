@@ -8,8 +8,8 @@ LARGEST: Final = {
     **{"intermediate": 1 << 20, "context": 1 << 24},
 }
 """Larger sizes are typing errors, or a file that means harm."""
-CHUNK_BYTES: Final = 1 << 30
-"""Of the logits that the loss on a GPU computes at a time, in f32."""
+LOGITS_BYTES: Final = 1 << 30
+"""Of the logits that the loss on a GPU computes at a time, in bf16."""
 CHEAP: Final = 0.75
 """Down to this share of the activations, what backward computes again takes a pass over memory each, and no product."""
 

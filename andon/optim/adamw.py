@@ -135,6 +135,7 @@ class AdamWRule(UpdateRule):
                 numbers.gate,
                 numbers.updates,
                 options,
+                self.keeps_gradients,
             )
 
 

@@ -32,6 +32,8 @@ class UpdateRule(ABC):
         """Flat f32 tensors of `size` elements by name; checkpoints save and load them."""
         self.updates = 0
         """How many updates were made; a skipped step is none."""
+        self.keeps_gradients = True
+        """Whether `update` leaves the divided gradients behind. If not, it may: they are not read again."""
 
     @abstractmethod
     def update(self, gradients: Tensor, scale: float, options: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from andon.config.load import merge, validate
 from andon.config.schema import Config, RunSettings
 from andon.config.sections import MOST_SLOTS
 from andon.engine.gradients.order import make_order
-from andon.model.shape import CHEAP, CHUNK_BYTES, Shape
+from andon.model.shape import CHEAP, LOGITS_BYTES, Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic
 
@@ -173,7 +173,7 @@ def activations_of(config: Config) -> int:
     if train.activation_memory < 1:
         cheap = kept - 2 * shape.hidden - shape.intermediate
         kept = cheap if train.activation_memory >= CHEAP else min(cheap, round(train.activation_memory * kept))
-    logits = 2 * min(CHUNK_BYTES, 4 * tokens * shape.vocab)  # in f32, with two copies in bf16
+    logits = 2 * min(LOGITS_BYTES, 2 * tokens * shape.vocab)  # with what else is there at that moment
     return 2 * tokens * shape.layers * kept + logits
 
 
