@@ -94,6 +94,8 @@ class Exchange:
         self.seconds = self.seconds if before else 0.0
         if self._alone or len(self.arena.layout.units) == 1:
             self._tasks.append(_Later(self._reduce, unit, merges, rows, before))
+            if self._alone and rows.is_cuda:
+                self._tasks[-1].result()  # only launches work, which goes on beside backward
         else:
             self._tasks.append(self.thread.submit(self._reduce, unit, merges, rows, before))
 
@@ -176,21 +178,26 @@ class _OwnedCells:
         self._spans = [(lo, hi, at) for (lo, hi), at in zip(spans[membership.rank], starts, strict=False)]
         """For each unit: the range that this rank measures, and where its cells lie among the norms."""
         self._units = arena.layout.units
+        self._stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
 
     def measure(self, unit: int, total: Tensor) -> None:
         """The unit is reduced: take the norms of the cells that this rank owns."""
         lo, hi, at = self._spans[unit]
         norms = self._norms[at : at + (hi - lo) // CELL]
-        if total.is_cuda:
+        if self._stream:
             # The order in which a GPU adds up a row depends on the number of rows: it gets all of the unit's.
             start, stop = self._units[unit].start, self._units[unit].stop
-            whole = torch.linalg.vector_norm(total[start:stop].view(-1, CELL), dim=1)
-            norms.copy_(whole[(lo - start) // CELL : (hi - start) // CELL])
+            self._stream.wait_stream(torch.cuda.current_stream(total.device))
+            with torch.cuda.stream(self._stream):
+                whole = torch.linalg.vector_norm(total[start:stop].view(-1, CELL), dim=1)
+                norms.copy_(whole[(lo - start) // CELL : (hi - start) // CELL])
         else:
             torch.linalg.vector_norm(total[lo:hi].view(-1, CELL), dim=1, out=norms)
 
     def norm(self) -> Tensor:
         """The norm over all cells, added up in the order of the arena: one f64, on the device."""
+        if self._stream:
+            torch.cuda.current_stream(self._norms.device).wait_stream(self._stream)
         if self.membership.world_size > 1:
             self.membership.group.all_gather(self._norms, self._bounds)
         cells = self._norms.double()[self._arena_order]
