@@ -1,9 +1,7 @@
 """Layers that can write the gradient of their weight directly into the arena.
 
 Autograd allocates a tensor for each gradient, which is then copied into the arena; at small batches that
-costs more memory traffic than the matrix product. A weight with a `grad_out`
-(`andon.engine.gradients.arena.set_grad_out`) gets its gradient written there instead. `grad_out` is used once per
-backward, so that autograd still sums the gradients of a weight that is used twice.
+costs more memory traffic than the matrix product. A weight with a `grad_out` gets its gradient written there instead.
 
 A layer computes in the dtype of its inputs. A weight held in bf16 is converted to f32 for inputs in f32, and its
 gradient is f32 where the parameter allows it (`grad_dtype`). Backward converts it again instead of keeping the copy:
@@ -17,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from andon.model.grad_out import has_grad_out, take_grad_out
 from andon.model.loss import SummedLoss
 
 
@@ -29,7 +28,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return F.linear(x, self.weight.to(x.dtype))
-        if not _has_grad_out(self.weight):
+        if not has_grad_out(self.weight):
             return F.linear(x, as_f32(self.weight))
         return _Product.apply(x, self.weight)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -52,7 +51,7 @@ class Embedding(nn.Embedding):
     """`nn.Embedding`; its backward writes into the weight's `grad_out`."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.weight.dtype == torch.float32 and not _has_grad_out(self.weight):
+        if self.weight.dtype == torch.float32 and not has_grad_out(self.weight):
             return F.embedding(tokens, self.weight)
         return _Lookup.apply(tokens, self.weight)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -113,15 +112,3 @@ class _Lookup(torch.autograd.Function):
         total = torch.zeros_like(weight, dtype=torch.float32) if out is None else out.zero_()
         total.index_add_(0, tokens.flatten(), gradient.reshape(-1, gradient.shape[-1]))
         return None, total.detach()
-
-
-def _has_grad_out(weight: Tensor) -> bool:
-    # The compiler must not see the attribute: whenever it changes, it would compile again.
-    return not torch.compiler.is_compiling() and hasattr(weight, "grad_out")
-
-
-def take_grad_out(weight: Tensor) -> Tensor | None:
-    """A weight's `grad_out`, once. Backward returns it detached, so that autograd keeps it without a copy."""
-    out: Tensor | None = getattr(weight, "grad_out", None)
-    weight.grad_out = None  # type: ignore[attr-defined]
-    return out

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from andon.model.grad_out import take_grad_out
 from andon.model.shape import LOGITS_BYTES
 
 IGNORED: Final = -100
@@ -50,15 +51,17 @@ class SummedLoss(torch.autograd.Function):
                 torch.mm(gradient, held, out=for_x[start : start + rows])
             if ctx.needs_input_grad[1]:
                 for_weight = product_added_to(for_weight, gradient.t(), inputs)
-        ctx.save_for_backward(for_x, for_weight)
+        ctx.save_for_backward(for_x, for_weight, weight)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        for_x, for_weight = ctx.saved_tensors
+        for_x, for_weight, weight = ctx.saved_tensors
         for_x = None if for_x is None else for_x * gradient.to(for_x.dtype)
-        return for_x, None if for_weight is None else for_weight * gradient, None
+        if for_weight is None:
+            return for_x, None, None
+        return for_x, torch.mul(for_weight, gradient, out=take_grad_out(weight)).detach(), None
 
 
 def product_added_to(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

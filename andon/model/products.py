@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from andon.model.layers import take_grad_out
+from andon.model.grad_out import take_grad_out
 from andon.model.loss import product_f32
 
 # The compiler does not look into these two.

@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "room-taken-twice",
         "A weight keeps the room for its gradient after it was used.",
-        "model/layers.py",
+        "model/grad_out.py",
         "    weight.grad_out = None  # type: ignore[attr-defined]\n",
         "",
         ("test_products.py::test_a_weight_that_is_used_twice_gets_the_sum_of_both_gradients",),
