@@ -7,6 +7,7 @@ them alike. MFU is the share of the card's peak that the model's own arithmetic 
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,10 +117,15 @@ def main(preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        with deterministic(fixed):
-            steps[who] = fixed, make()
-            steps[who][1]()
-            torch.cuda.synchronize()
+        try:
+            steps[who] = fixed, _started(fixed, make)
+        except torch.OutOfMemoryError:
+            if not steps:
+                raise UserError(
+                    f"{batch} windows do not fit into the GPU's memory", name, "Try fewer --tokens"
+                ) from None
+            print(f"{who}: left out, it does not fit beside the others; try fewer --tokens", file=sys.stderr)
+            continue
         first_s[who] = time.perf_counter() - began
         peak_gib[who] = (torch.cuda.max_memory_allocated() - held) / 2**30
     seconds: dict[str, list[float]] = {who: [] for who in steps}
@@ -137,6 +143,15 @@ def main(preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
     for row in rows:
         row |= {"peak_gib": peak_gib[row["who"]], "first_step_s": first_s[row["who"]]}
     show(f"{preset}, {batch} windows of {shape.context} tokens, {name}, one GPU, bf16", rows, as_json)
+
+
+def _started(is_deterministic: bool, make: Callable[[], Step]) -> Step:
+    """A contestant's step, once it has compiled what it needs."""
+    with deterministic(is_deterministic):
+        step = make()
+        step()
+        torch.cuda.synchronize()
+    return step
 
 
 def _row(who: str, shape: Shape, batch: int, mine: list[float], andons: list[float], name: str) -> dict[str, Any]:

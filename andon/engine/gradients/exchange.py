@@ -178,7 +178,8 @@ class _OwnedCells:
         self._spans = [(lo, hi, at) for (lo, hi), at in zip(spans[membership.rank], starts, strict=False)]
         """For each unit: the range that this rank measures, and where its cells lie among the norms."""
         self._units = arena.layout.units
-        self._stream = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
+        on_gpu = arena.device.type == "cuda"
+        self._stream = torch.cuda.Stream(arena.device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def measure(self, unit: int, total: Tensor) -> None:
         """The unit is reduced: take the norms of the cells that this rank owns."""
