@@ -3,7 +3,6 @@ message, and long random lives of more. The objects are those that drive the rea
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +18,13 @@ SIZE = 8
 WHOLE = ((0, SIZE),)
 
 
+def shallow(thing: Any) -> Any:
+    """`copy.copy` of a plain object, in a third of its time: hundreds of thousands are made."""
+    other = object.__new__(type(thing))
+    other.__dict__.update(thing.__dict__)
+    return other
+
+
 class Worker:
     """A worker of the model: its weights are the list of the steps that were applied to them."""
 
@@ -32,8 +38,8 @@ class Worker:
         self.received: tuple[Any, ...] = ()
 
     def clone(self) -> Worker:
-        other = copy.copy(self)
-        other.commit = copy.copy(self.commit)
+        other: Worker = shallow(self)
+        other.commit = shallow(self.commit)
         other.commit.records = dict(self.commit.records)
         return other
 
@@ -68,13 +74,13 @@ class Model:
         self.arrived: dict[tuple[int, str, int], dict[int, Any]] = {}
 
     def clone(self) -> Model:
-        other = copy.copy(self)
+        other: Model = shallow(self)
         other.workers = [worker.clone() for worker in self.workers]
-        other.coordinator = copy.copy(self.coordinator)
+        other.coordinator = shallow(self.coordinator)
         other.coordinator.members = list(self.coordinator.members)
         other.coordinator.parted = set(self.coordinator.parted)
         other.coordinator.waiting = list(self.coordinator.waiting)
-        other.chain = copy.copy(self.chain)
+        other.chain = shallow(self.chain)
         other.chain._early = dict(self.chain._early)
         other.groups = dict(self.groups)
         other.arrived = {place: dict(found) for place, found in self.arrived.items()}
