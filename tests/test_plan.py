@@ -148,8 +148,8 @@ def test_the_copies_for_a_save_are_the_moments_shared_out_and_on_rank_0_the_weig
 @pytest.mark.skipif(sys.platform != "linux", reason="PSS is a figure of Linux")
 def test_the_memory_of_a_small_run_is_as_planned(tmp_path: Path) -> None:
     options = ["--model.preset=tiny", "--workers=2"]
-    # The peak of a step lasts a moment: on a busy machine few looks fall into it.
-    assert peak_memory(*options, cwd=tmp_path, steps=12) == pytest.approx(planned(*options), rel=0.1)
+    plan = planned(*options)
+    assert peak_memory(*options, cwd=tmp_path, steps=10, least=0.9 * plan) == pytest.approx(plan, rel=0.1)
 
 
 @cache
