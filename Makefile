@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 1
 COUNT ?=
 
-.PHONY: demo test together check soak mutants compare docs wheel clean
+.PHONY: demo test together check soak mutants compare compare-bench docs wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/andon demo
@@ -33,10 +33,16 @@ mutants: $(VENV)/installed-test
 
 # The step of this tree against that of another commit, in one run. SETTINGS="--model.preset=30m --train.slots=2"
 BEFORE ?= HEAD
-PAIRS ?= 60
+PAIRS ?=
 SETTINGS ?=
 compare: $(VENV)/installed-test
-	$(BIN)/python -m tests.compare $(BEFORE) --pairs $(PAIRS) $(SETTINGS)
+	$(BIN)/python -m tests.compare $(BEFORE) $(PAIRS:%=--pairs %) $(SETTINGS)
+
+# A benchmark of this tree against the same of another commit. BENCH="checkpoint --preset 30m" FIGURES=stall_s,step_s
+BENCH ?= transport
+FIGURES ?= ms
+compare-bench: $(VENV)/installed-test
+	$(BIN)/python -m tests.compare_bench $(BEFORE) $(PAIRS:%=--pairs %) --figures $(FIGURES) $(BENCH)
 
 # The book as a site, in build/site; a dead link is an error.
 docs: $(VENV)/installed-docs
