@@ -242,7 +242,7 @@ def test_survivors_go_on_and_another_worker_joins(tmp_path: Path, transport: str
         victim.kill()
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, soak(signal.SIGSTOP)])
+@pytest.mark.parametrize("sign", [soak(signal.SIGKILL), signal.SIGSTOP])
 def test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends(
     tmp_path: Path, sign: signal.Signals
 ) -> None:

@@ -162,7 +162,7 @@ def test_a_heartbeat_that_the_kernel_takes_half_of_is_completed() -> None:
         plain.send(struct.pack("<BII", 2, 0, 1))
         with plain.sock, joining.result(SECONDS) as client:
             until = time.monotonic() + SECONDS
-            while not client._rest_of_beat and time.monotonic() < until:  # nobody reads: the kernel fills
+            while not client._unsent and time.monotonic() < until:  # nobody reads: the kernel fills
                 time.sleep(0.01)
             averaging = pool.submit(client.average, 0, np.ones(1, np.float32))
             while (payload := plain.receive())[0] == 6:

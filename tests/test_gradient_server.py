@@ -348,9 +348,9 @@ def test_a_death_is_reported_while_the_others_compute(has_sent: bool) -> None:
     times: list[float] = []
     with session(3) as (server, workers), ThreadPoolExecutor(1) as pool:
         server._on_lost = lambda gone: times.append(time.monotonic())
+        collecting = pool.submit(server.collect, Dialogue())
         if has_sent:
             workers[1].send_gradient(0, [1.0] * 1_000_000, 1.0, 1, 1)
-        collecting = pool.submit(server.collect, Dialogue())
         time.sleep(0.3)
         died = time.monotonic()
         workers[1].sock.close()

@@ -71,7 +71,7 @@ def malformed(dice: random.Random) -> bytes:
         case 1:
             del payload[dice.randrange(1, len(payload)) :]
         case 2:
-            payload[0] = dice.choice((0, 0x0C, 0x45, 0xFF))
+            payload[0] = dice.choice((0, 0x0C, 0x46, 0xFF))
         case 3:
             payload[1:5] = struct.pack("<I", dice.choice((2**31, 2**32 - 1, 1 << 20)))
         case _:

@@ -15,7 +15,7 @@ from andon.protocol2.heartbeat import HeartbeatThread
 from andon.protocol2.link import Link, Move
 from andon.protocol2.wire import messages
 from andon.protocol2.wire.dialogue import WHOLE, Part
-from andon.protocol2.wire.extension import MARK, Abilities, AveragedPiece, GradientPiece, Halted, WorkerLost
+from andon.protocol2.wire.extension import MARK, Abilities, AveragedPiece, GradientPiece, Halted, Leaving, WorkerLost
 from andon.transport.base import GroupError, ProtocolError
 from andon.transport.tcp.frames import MAX_FRAME, Buffer, Floats, Message, encode
 
@@ -52,7 +52,7 @@ class WorkerClient:
         """Floats of a piece; 0: the server knows only version 2."""
         self._node_id = join.node_id
         self._sending = threading.Lock()
-        self._rest_of_beat = b""
+        self._unsent = b""
         """What the kernel did not take of a heartbeat: the next message comes behind it."""
         self._link = Link(address, mover)
         try:
@@ -93,8 +93,10 @@ class WorkerClient:
 
     def close(self) -> None:
         """Leave; safe to call twice."""
-        self._link.close()
         self._heartbeat.close()
+        if self.piece_floats:
+            self._send_if_free(b"".join(encode(Leaving())))
+        self._link.close()
 
     def __enter__(self) -> Self:
         return self
@@ -137,16 +139,20 @@ class WorkerClient:
 
     def _send(self, frame: list[Buffer], operation: str) -> None:
         with self._sending:
-            rest, self._rest_of_beat = self._rest_of_beat, b""
+            rest, self._unsent = self._unsent, b""
             self._link.send([rest, *frame], operation)
 
     def _beat(self) -> None:
+        beat = messages.Heartbeat(self._node_id, int(time.time() * 1000))
+        self._send_if_free(b"" if self._unsent else b"".join(encode(beat)))
+
+    def _send_if_free(self, frame: bytes) -> None:
+        """Send a short message, unless another one is on its way; never waits."""
         if self._sending.acquire(blocking=False):
             try:
-                beat = messages.Heartbeat(self._node_id, int(time.time() * 1000))
-                data = self._rest_of_beat or b"".join(encode(beat))
+                data = self._unsent + frame
                 with suppress(OSError):  # the next send or receive fails too, and reports it
-                    self._rest_of_beat = data[self._link.socket.send(data) :]
+                    self._unsent = data[self._link.socket.send(data) :]
             finally:
                 self._sending.release()
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from andon.errors import harmless
 from andon.protocol2.wire.dialogue import Part, part_of
-from andon.protocol2.wire.extension import MARK
+from andon.protocol2.wire.extension import MARK, Leaving
 from andon.protocol2.wire.heads import decode_tail, read_head
 from andon.protocol2.wire.messages import Heartbeat, JoinRequest
 from andon.transport.tcp.frames import Floats, Message, encode
@@ -69,6 +69,8 @@ class Worker:
         self.worker_id, self.sock, self.dead_after = worker_id, sock, dead_after
         self.node_id, self.gpu_count = harmless(join.node_id[:LONGEST_NAME]), join.gpu_count
         self.ours = join.backend.endswith(MARK)
+        self.may_leave = not self.ours
+        """Whether the end of its connection can be no loss: a worker of ours says first that it leaves."""
         self.backend = harmless(join.backend.removesuffix(MARK)[:LONGEST_NAME])
         self.address: str = sock.getpeername()[0]
         self.gradients: deque[Gradient] = deque()
@@ -121,6 +123,7 @@ class Worker:
         except BlockingIOError:
             pass
         except OSError as error:
+            self.read()  # it may have said before that it leaves
             raise StreamFailed(self._reader, "lost", error.strerror or str(error)) from error
 
     def beat(self) -> None:
@@ -162,7 +165,9 @@ class Worker:
     def _read(self) -> Generator[memoryview, None, None]:
         while True:
             head = yield from read_head(self._frame_begins)
-            if head.message is not Heartbeat:
+            if head.message is Leaving:
+                self.may_leave = True
+            elif head.message is not Heartbeat:
                 gradient = Gradient(part_of(head, self.worker_id))
                 self.gradients.append(gradient)
                 self._on_gradient(self, gradient)

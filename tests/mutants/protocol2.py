@@ -10,6 +10,22 @@ GROUP = "test_protocol2_group.py::"
 COMMAND = "test_gradient_server_command.py::"
 MUTANTS = [
     Mutant(
+        "killed-worker-has-left",
+        "A worker of ours that is killed between two steps counts as one that has left.",
+        "protocol2/worker.py",
+        "self.may_leave = not self.ours",
+        "self.may_leave = True",
+        (f"{COMMAND}test_a_worker_of_ours_that_ends_between_steps_has_left_only_if_it_says_so",),
+    ),
+    Mutant(
+        "leave-without-a-word",
+        "A worker of ours does not say that it leaves.",
+        "protocol2/client.py",
+        'self._send_if_free(b"".join(encode(Leaving())))',
+        "pass",
+        (f"{COMMAND}test_a_worker_of_ours_that_ends_between_steps_has_left_only_if_it_says_so",),
+    ),
+    Mutant(
         "last-worker-without-remainder",
         "Samples that do not divide are nobody's.",
         "protocol2/server.py",

@@ -144,7 +144,8 @@ class Session:
         has_all = self._finishing and not worker.may_write
         begun = (self.in_step and not has_all) or any(each.gradients for each in (worker, *self.server.workers))
         steps = self.steps + has_all
-        left = self.ended or (gone.cause == "lost" and not begun and steps >= max(1, self.service.steps))
+        orderly = gone.cause == "lost" and worker.may_leave
+        left = self.ended or (orderly and not begun and steps >= max(1, self.service.steps))
         if left:
             self._left.append(worker.worker_id)
         else:

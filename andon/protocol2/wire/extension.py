@@ -2,8 +2,8 @@
 
 A worker of ours ends the `backend` of its `JoinRequest` with `MARK`, which another server takes for part of a name. An
 Andon server answers it with `Abilities` and then `JoinAccepted`. Only a worker that was told those abilities sends
-heartbeats and pieces, and only a worker with the mark is sent heartbeats, losses and halts: nobody else ever receives a
-message that version 2 does not have.
+heartbeats, pieces and its leave, and only a worker with the mark is sent heartbeats, losses and halts: nobody else ever
+receives a message that version 2 does not have.
 """
 
 from typing import Final
@@ -70,3 +70,8 @@ class AveragedPiece(Message):
     start: int
     gradients: Floats
     global_loss: float
+
+
+@message(EXTENDED, 0x45)
+class Leaving(Message):
+    """Worker: "I am done, and close the connection." One that closes it without this was lost."""
