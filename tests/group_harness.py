@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
+import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -31,6 +34,7 @@ from andon.transport.base import TRANSPORTS, Group, GroupError, Settings, open_g
 from andon.transport.keys import SERVER, LinkKeys
 from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous
+from tests import prefork
 from tests.thread_group import thread_groups
 
 Work = Callable[..., Any]
@@ -44,9 +48,6 @@ SIZES: dict[str, tuple[int, ...]] = {
 }
 """Every transport with the world sizes that the contract suite tests it with."""
 _CLOSE = "close"
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.test_group_contract", "tests.preload"])
 
 
 @dataclass
@@ -85,13 +86,12 @@ class World:
         self._pipes: list[Connection[Any, Any]] = []
         self._processes = []
         for rank in range(size):
-            ours, theirs = _context.Pipe()
-            place = (transport, rank, size, wire, timeout, self._store.port, server)
-            process = _context.Process(target=_serve, args=(theirs, *place), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+            ours, theirs = socket.socketpair()
+            place = json.dumps((transport, rank, size, wire, timeout, self._store.port, server))
+            with theirs:
+                command = [sys.executable, "-m", "tests.group_harness", place]
+                self._processes.append(prefork.popen(command, stdin=theirs, cwd=prefork.ROOT))
+            self._pipes.append(Connection(ours.detach()))
 
     def run(self, work: Work | str, *arguments: Any, deadline: float = 60.0) -> list[Any]:
         """Do the same in every rank, and expect it to succeed."""
@@ -152,9 +152,10 @@ class World:
             pipe.close()
         until = time.monotonic() + 1
         for process in self._processes:
-            process.join(max(0.0, until - time.monotonic()))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
             process.kill()
-            process.join()
+            process.wait()
 
 
 def start_gradient_server(size: int) -> int:
@@ -257,3 +258,9 @@ def _left_over(before: Counter[str], seconds: float = 2.0) -> list[str]:
     while (left := _held() - before) and time.monotonic() < until:
         time.sleep(0.02)  # native threads end a moment after they are told to
     return sorted(left.elements())
+
+
+if __name__ == "__main__":
+    from tests import group_harness  # what it sends is of that module, not of this one
+
+    group_harness._serve(Connection(os.dup(0)), *json.loads(sys.argv[1]))

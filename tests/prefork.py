@@ -1,9 +1,9 @@
 """Starts `python -m andon …` without waiting for torch: forks a process that has loaded it already.
 
-A *nursery* is one process of a test session that has imported all of Andon. It forks the command that a test
-starts; workers and gradient servers are forked by that command in the same way. Each is a process of its own,
-with its own signals, files, folder and environment, as after an exec; importing torch again would take 1.6 s
-for each.
+The *source* is one process of a test session that has imported all of Andon. For every process of the session that
+asks (pytest has several) it forks a *nursery*, which forks the commands that tests start; workers and gradient servers
+are forked by those commands in the same way. Each is a process of its own, with its own signals, files, folder and
+environment, as after an exec; importing torch again would take 1.6 s for each.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parent.parent
+SOURCE = "ANDON_TEST_SOURCE"
+"""The environment variable with the folder of the tree that the source has loaded, and its address."""
+MODULES = ("andon", "pytest", "tests.group_harness")
 ANYTHING = 1 << 20  # bytes of a request
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_PRIVATE_BELOW = 0x1000, 0x44000
@@ -38,11 +45,11 @@ class Forked(subprocess.Popen[str]):
     nursery: socket.socket | None = None
 
     def __init__(self, command: list[str], machine: tuple[str, str] | None = None, **settings: Any) -> None:
-        self.machine = machine
+        self.machine, self._nursery = machine, Forked.nursery
         super().__init__(command, **settings)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        if args[1] != "-m" or not args[2].startswith(("andon", "pytest")):
+        if args[1] != "-m" or not args[2].startswith(MODULES):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         names = POPEN._execute_child.__code__.co_varnames[2 : 2 + len(rest)]  # type: ignore[attr-defined]
@@ -57,9 +64,9 @@ class Forked(subprocess.Popen[str]):
             "machine": self.machine,
         }
         descriptors = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)]
-        if Forked.nursery:
-            socket.send_fds(Forked.nursery, [json.dumps(request).encode()], descriptors)
-            self.pid = json.loads(Forked.nursery.recv(ANYTHING))
+        if self._nursery:
+            socket.send_fds(self._nursery, [json.dumps(request).encode()], descriptors)
+            self.pid = json.loads(self._nursery.recv(ANYTHING))
             self._pidfd = os.pidfd_open(self.pid)
         else:
             self.pid = _fork(request, descriptors)
@@ -67,14 +74,14 @@ class Forked(subprocess.Popen[str]):
         self._close_pipe_fds(*(given[name] for name in names[names.index("p2cread") :][:6]))  # type: ignore[attr-defined]
 
     def _internal_poll(self, _deadstate: Any = None) -> int | None:
-        if not Forked.nursery or self.returncode is not None:
+        if not self._nursery or self.returncode is not None:
             return super()._internal_poll(_deadstate)  # type: ignore[misc,no-any-return]
         if select.select([self._pidfd], [], [], 0)[0]:
             self._learn_returncode()
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
-        if not Forked.nursery:
+        if not self._nursery:
             return super()._wait(timeout)  # type: ignore[misc,no-any-return]
         if self.returncode is None:
             if not select.select([self._pidfd], [], [], timeout)[0]:
@@ -83,9 +90,9 @@ class Forked(subprocess.Popen[str]):
         return self.returncode
 
     def _learn_returncode(self) -> None:
-        assert Forked.nursery is not None
-        Forked.nursery.sendall(json.dumps({"pid": self.pid}).encode())
-        self.returncode = os.waitstatus_to_exitcode(json.loads(Forked.nursery.recv(ANYTHING)))
+        assert self._nursery is not None
+        self._nursery.sendall(json.dumps({"pid": self.pid}).encode())
+        self.returncode = os.waitstatus_to_exitcode(json.loads(self._nursery.recv(ANYTHING)))
         os.close(self._pidfd)
 
 
@@ -94,39 +101,77 @@ def popen(command: list[str], machine: tuple[str, str] | None = None, **settings
     host name of its own if a `machine` is given."""
     if sys.platform != "linux":
         return subprocess.Popen(command, **settings)
-    if Forked.nursery is None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        module = [sys.executable, "-m", "tests.prefork", str(theirs.fileno())]
-        root = str(Path(__file__).parent.parent)
-        subprocess.Popen(module, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=root)
-        theirs.close()
-        Forked.nursery = ours
+    Forked.nursery = Forked.nursery or _open_nursery()
     return Forked(command, machine, **settings)
 
 
-def preload(*names: str) -> None:
-    """Have the nursery of this process import modules that would take each of its processes seconds."""
+def preload(*libraries: str) -> None:
+    """From now on fork processes that have loaded these modules, too, which would take each of them seconds."""
     if sys.platform == "linux":
-        if Forked.nursery is None:
-            popen([sys.executable, "-m", "andon", "--version"], stdout=subprocess.DEVNULL).wait()
-        assert Forked.nursery is not None
-        Forked.nursery.sendall(json.dumps({"preload": names}).encode())
-        Forked.nursery.recv(ANYTHING)
+        Forked.nursery = _open_nursery(libraries)
+
+
+def share_source() -> None:
+    """Have all processes of this test session fork from one source, which is started when the first of them asks."""
+    if sys.platform != "linux" or os.environ.get(SOURCE, "").startswith(f"{ROOT}:"):
+        return
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("")  # the kernel chooses an address that is no file
+    listener.listen()
+    os.environ[SOURCE] = f"{ROOT}:{listener.getsockname()[1:].decode()}"
+
+    def start_when_asked() -> None:
+        select.select([listener], [], [])
+        command = [sys.executable, "-m", "tests.prefork", str(listener.fileno())]
+        quiet = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # threads that spin take the cores from other tests
+        passed = [listener.fileno()]
+        # It ends when its input does, with this process.
+        subprocess.Popen(command, env=quiet, cwd=ROOT, pass_fds=passed, stdin=subprocess.PIPE).wait()
+
+    threading.Thread(target=start_when_asked, daemon=True).start()
+
+
+def _open_nursery(libraries: Sequence[str] = ()) -> socket.socket:
+    share_source()
+    nursery = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    nursery.connect(b"\0" + os.environ[SOURCE].rpartition(":")[2].encode())
+    nursery.sendall(json.dumps(libraries).encode())
+    return nursery
+
+
+def fork_nurseries(listener: socket.socket) -> None:
+    """The source: load what tests need, and fork a nursery for everyone who connects."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends pytest, whose end ends this process
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a nursery
+    importlib.import_module("tests.preload")
+    while select.select([0, listener.fileno()], [], [])[0][0] != 0:
+        connection, _ = listener.accept()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.getuid():
+            connection.close()
+            continue
+        libraries = json.loads(connection.recv(ANYTHING) or "[]")
+        if not sys.modules.keys() >= set(libraries):
+            for name in libraries:
+                importlib.import_module(name)
+            gc.collect()
+            gc.freeze()
+        if not os.fork():
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            serve(connection)
+            os._exit(0)
+        connection.close()
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork, and tell how what was forked has ended, until nobody asks any more."""
-    importlib.import_module("tests.preload")
+    """A nursery: fork, and tell how what was forked has ended, until nobody asks any more."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(requests, ANYTHING, 3)
         if not data:
             return
         request = json.loads(data)
-        if "preload" in request:
-            reply = len([importlib.import_module(name) for name in request["preload"]])
-            gc.collect()
-            gc.freeze()
-        elif "pid" in request:
+        if "pid" in request:
             reply = os.waitpid(request["pid"], 0)[1]
         else:
             reply = _fork(request, descriptors)
@@ -213,4 +258,4 @@ def _run(module: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    fork_nurseries(socket.socket(fileno=int(sys.argv[1])))

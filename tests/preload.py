@@ -10,12 +10,14 @@ import pkgutil
 import andon
 
 OTHERS = ["torch._dynamo", "torch.distributed", "tokenizers", "numpy.random", "encodings.idna", "pydantic.type_adapter"]
+TESTS = ["tests.test_group_contract"]
+"""With what the ranks of `tests.group_harness` need."""
 
 NOT = ("__main__", "bench.ranks.finetune", "_kernel")
 """Ranks of `bench finetune` load transformers' Trainer: the few tests that need it ask (`tests.prefork.preload`).
 Kernels need triton, which torch has only for GPUs."""
 
-for name in (*OTHERS, *(module.name for module in pkgutil.walk_packages(andon.__path__, "andon."))):
+for name in (*OTHERS, *TESTS, *(module.name for module in pkgutil.walk_packages(andon.__path__, "andon."))):
     if not name.endswith(NOT):
         importlib.import_module(name)
 gc.collect()
