@@ -114,7 +114,7 @@ class World:
 
     def finish(self, deadline: float = 60.0, silent: int | None = None) -> list[Outcome]:
         """Wait until each rank that has begun is done, or dead."""
-        until = time.monotonic() + deadline
+        until = time.monotonic() + deadline * busy()
         outcomes = [Outcome(error="Late", message=f"nothing for {deadline:.0f} s") for _ in self._pipes]
         open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank != silent}
         while open_pipes and (left := until - time.monotonic()) > 0:

@@ -32,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 SOURCE = "ANDON_TEST_SOURCE"
 """The environment variable with the folder of the tree that the source has loaded, and its address."""
-MODULES = ("andon", "pytest", "tests.group_harness")
+MODULES = ("andon", "pytest", "tests.group_harness", "torch.distributed.run")
 ANYTHING = 1 << 20  # bytes of a request
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 MS_BIND, MS_PRIVATE_BELOW = 0x1000, 0x44000
@@ -49,15 +49,17 @@ class Forked(subprocess.Popen[str]):
         super().__init__(command, **settings)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        if args[1] != "-m" or not args[2].startswith(MODULES):
+        words = [word for word in args if word != "-u"]  # as torchrun starts its ranks
+        if words[1] != "-m" or not words[2].startswith(MODULES):
+            self._nursery = None
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         names = POPEN._execute_child.__code__.co_varnames[2 : 2 + len(rest)]  # type: ignore[attr-defined]
         given = dict(zip(names, rest, strict=True))
         pipes = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         request = {
-            "module": args[2],
-            "arguments": args[3:],
+            "module": words[2],
+            "arguments": words[3:],
             "cwd": str(given["cwd"] or Path.cwd()),
             "env": dict(os.environ if given["env"] is None else given["env"]),
             "new_session": bool(given["start_new_session"]),

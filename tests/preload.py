@@ -4,6 +4,7 @@
 """
 
 import gc
+import hmac
 import importlib
 import pkgutil
 
@@ -20,5 +21,7 @@ Kernels need triton, which torch has only for GPUs."""
 for name in (*OTHERS, *TESTS, *(module.name for module in pkgutil.walk_packages(andon.__path__, "andon."))):
     if not name.endswith(NOT):
         importlib.import_module(name)
+# OpenSSL loads it under a lock: a process that is forked while another thread does so would wait for it for ever.
+hmac.digest(b"key", b"message", "sha256")
 gc.collect()
 gc.freeze()
