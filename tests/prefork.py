@@ -49,7 +49,7 @@ class Forked(subprocess.Popen[str]):
         super().__init__(command, **settings)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        words = [word for word in args if word != "-u"]  # as torchrun starts its ranks
+        words = [args[0], *args[2:]] if args[1] == "-u" else args  # as torchrun starts its ranks
         if words[1] != "-m" or not words[2].startswith(MODULES):
             self._nursery = None
             super()._execute_child(args, *rest)  # type: ignore[misc]

@@ -174,21 +174,25 @@ def test_who_leaves_before_the_others_is_told_to_be_missing(tmp_path: Path) -> N
     assert summary(tmp_path / "run")["lost"] == [1]
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_worker_of_ours_that_ends_between_steps_has_left_only_if_it_says_so(tmp_path: Path, killed: bool) -> None:
+@pytest.mark.parametrize("end", ["done", "failed", "killed"])
+def test_a_worker_of_ours_that_ends_between_steps_has_left_only_if_it_says_so(tmp_path: Path, end: str) -> None:
     with serving(tmp_path, "--workers=2") as server, ThreadPoolExecutor(2) as pool:
         address = server.address
         ours = [WorkerClient(address, JoinRequest(f"ours-{number}", 0, "cpu")) for number in range(2)]
         ones = np.ones(3, np.float32)
         for averaged in [pool.submit(worker.average, 0, ones) for worker in ours]:
             assert averaged.result(SECONDS)[0].tolist() == [1.0] * 3
-        if killed:
+        if end == "killed":
             ours[1]._link.close()
+        elif end == "failed":
+            with pytest.raises(RuntimeError), ours[1]:
+                raise RuntimeError
         for worker in reversed(ours):
             worker.close()
         code, output = server.finish()
-    assert code == int(killed) and ("worker 1 (ours-1 at 127.0.0.1) was lost" in output) == killed, output
-    assert {each["rank"]: each["left"] for each in events(tmp_path / "run", "lost")} == {0: True, 1: not killed}
+    lost = end != "done"
+    assert code == int(lost) and ("worker 1 (ours-1 at 127.0.0.1) was lost" in output) == lost, output
+    assert {each["rank"]: each["left"] for each in events(tmp_path / "run", "lost")} == {0: True, 1: not lost}
 
 
 def test_who_has_the_last_mean_may_leave_while_others_still_receive_it(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ M = TypeVar("M", bound=Message)
 Samples = tuple[float, int, int]
 """The loss on a worker's samples, how many of them it got right, and their number."""
 NO_SAMPLES: Final[Samples] = (0.0, 0, 0)
+LEAVE_SECONDS: Final = 1.0
+"""How long a worker that leaves waits for the server to take note."""
 
 
 class ServerShutdown(GroupError):
@@ -92,17 +94,26 @@ class WorkerClient:
         return self._average(part, message, messages.AveragedNonBlockGradient, step=step, component=component)[0]
 
     def close(self) -> None:
-        """Leave; safe to call twice."""
+        """Leave: this worker is done; safe to call twice."""
         self._heartbeat.close()
         if self.piece_floats:
             self._send_if_free(b"".join(encode(Leaving())))
+            self._link.wait_for_end(LEAVE_SECONDS)
         self._link.close()
+
+    def abort(self) -> None:
+        """Disconnect after a failure: an Andon server reports this worker as lost."""
+        self._link.close()
+        self._heartbeat.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
 
     def _average(
         self, part: Part, message: Message, answer: type[Message], samples: Samples = NO_SAMPLES, **fields: Any

@@ -57,6 +57,8 @@ class Protocol2Group(RingGroup):
         self._units, self._reduced = 1, 0
         """How many units a step has, and how many of them are reduced."""
         self._halted: ServerHalted | None = None
+        self._done = False
+        """Whether this rank leaves because its work is done."""
 
     @property
     def client(self) -> WorkerClient:
@@ -110,9 +112,15 @@ class Protocol2Group(RingGroup):
         check_bounds(bounds, nodes.shape[-1], self.world_size)
         self._sum("reduce-scatter", nodes, order)
 
+    def close(self) -> None:
+        self._done = True
+        super().close()
+
     def leave(self) -> None:
-        if self._client:
+        if self._client and self._done:
             self._client.close()
+        elif self._client:
+            self._client.abort()
         super().leave()
 
     def _join(self, server: tuple[str, int]) -> list[str]:

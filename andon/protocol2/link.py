@@ -5,6 +5,7 @@ kernel's keepalive and user timeout find a host that is gone. An Andon server se
 """
 
 import math
+import select
 import socket
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -52,6 +53,16 @@ class Link:
 
         self._move([MessageReader(self.socket, SERVER, read())], operation)
         return found[0]
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Send nothing any more, and wait for the server to close, for so long at most. What arrives is read and
+        dropped: to close a connection on it would take back what was sent last."""
+        until = time.monotonic() + seconds
+        with suppress(OSError):  # it may be closed already
+            self.socket.shutdown(socket.SHUT_WR)
+            while (left := until - time.monotonic()) > 0 and select.select([self.socket], [], [], left)[0]:
+                if not self.socket.recv(1 << 16):
+                    break
 
     def close(self) -> None:
         """Close the connection; safe to call twice, and wakes a thread that waits for it."""

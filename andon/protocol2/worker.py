@@ -123,7 +123,8 @@ class Worker:
         except BlockingIOError:
             pass
         except OSError as error:
-            self.read()  # it may have said before that it leaves
+            while self.may_read and self._reader.move():  # it may have said before that it leaves
+                pass
             raise StreamFailed(self._reader, "lost", error.strerror or str(error)) from error
 
     def beat(self) -> None:
