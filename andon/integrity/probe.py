@@ -84,6 +84,14 @@ def _matrix_products(device: torch.device) -> list[Tensor]:
     return found
 
 
+def _vendor_products(device: torch.device) -> list[Tensor]:
+    """Sizes for which MKL adds in another order on AMD than on Intel: on AMD it ignores `MKL_CBWR`."""
+    found = []
+    for rows, inner, columns in ((32, 1024, 4), (64, 256, 64), (3, 100, 64)):
+        found += _with_gradients(torch.matmul, _numbers(device, rows, inner), _numbers(device, inner, columns, seed=7))
+    return found
+
+
 def _attention(device: torch.device) -> list[Tensor]:
     queries, keys, values = (_numbers(device, 2, 4, 64, 32, seed=seed) for seed in (1, 2, 3))
     return _with_gradients(
@@ -143,6 +151,7 @@ def _convolution(device: torch.device) -> list[Tensor]:
 
 OPERATIONS: Final[Mapping[str, Callable[[torch.device], list[Tensor]]]] = {
     "the matrix product": _matrix_products,
+    "the matrix product of small sizes": _vendor_products,
     "attention": _attention,
     "normalization": _normalization,
     "the exponential": _exponentials,
