@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from andon.checkpoint.manifest import verify
+from andon.checkpoint.disk.manifest import verify
 from andon.config.schema import Config
 from andon.data.token_set import TokenSet
 from andon.engine.trainer import Trainer

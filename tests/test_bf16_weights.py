@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import andon
-from andon.checkpoint.listing import checkpoint_path
+from andon.checkpoint.disk.listing import checkpoint_path
 from andon.commands import checkpoint as checkpoints
 from andon.commands import generate as inference
 from andon.config.load import load
@@ -230,7 +230,7 @@ class Rows(nn.Module):
 
 def train_module(group: Group, zero: bool) -> tuple[str, float, float]:
     """A few steps of a bf16 module: digest, first and last loss."""
-    from andon.checkpoint.store import weights_blake3
+    from andon.checkpoint.disk.store import weights_blake3
 
     model = Rows().bfloat16()
     parallel, losses = andon.DataParallel(model, group, slots=4), []

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.checkpoint.listing import REPLACED, checkpoint_path, steps
-from andon.checkpoint.manifest import NAME, read, verify, verify_named
-from andon.checkpoint.store import load_state
+from andon.checkpoint.disk.listing import REPLACED, checkpoint_path, steps
+from andon.checkpoint.disk.manifest import NAME, read, verify, verify_named
+from andon.checkpoint.disk.store import load_state
 from andon.config.schema import Config
 from andon.data.token_set import TokenSet
 from andon.errors import UserError
@@ -272,7 +272,7 @@ def test_a_checkpoint_that_a_kill_left_set_aside_gets_its_name_again(saved: Path
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", NAME, "a\\b"])
 def test_a_manifest_that_points_elsewhere_is_refused(saved: Path, name: str) -> None:
-    from andon.checkpoint.manifest import Damaged, render
+    from andon.checkpoint.disk.manifest import Damaged, render
 
     newest = checkpoint_path(saved / "checkpoints", STEPS)
     with restored(newest / NAME) as data:

@@ -12,8 +12,8 @@ import pytest
 from blake3 import blake3
 from rich.console import Console
 
-from andon.checkpoint.listing import checkpoint_path, kept, steps
-from andon.checkpoint.manifest import render
+from andon.checkpoint.disk.listing import checkpoint_path, kept, steps
+from andon.checkpoint.disk.manifest import render
 from andon.commands.checkpoint import diff, prune, show, verify
 from andon.commands.generate import generate
 from andon.errors import UserError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
 import signal
 import socket
@@ -19,20 +20,21 @@ import pytest
 import torch
 from rich.console import Console
 
-from andon.checkpoint.manifest import read as manifest
+from andon.checkpoint.disk.manifest import read as manifest
 from andon.cluster.launch import run_folder
 from andon.cluster.session import refuse_mixed_devices
 from andon.cluster.worker import in_own_folder
 from andon.config.load import build
-from andon.control import client as client_module
 from andon.control import coordinator as coordinator_module
+from andon.control import stragglers as stragglers_module
 from andon.control.coordinator import Coordinator
 from andon.control.files import Receiver
-from andon.control.join import join
 from andon.control.link import ControlLink
 from andon.control.members import Worker, seats
 from andon.control.stragglers import Stragglers
 from andon.control.token import Credentials, token_of_run
+from andon.control.worker import client as client_module
+from andon.control.worker.join import join
 from andon.data.build import Corpus, find, prepare, receive
 from andon.data.token_set import TokenSet
 from andon.errors import UserError
@@ -554,3 +556,16 @@ def test_a_straggler_is_named_once_with_how_much_it_is_slower() -> None:
         for worker, took in zip(members, (100.0, 110.0, 320.0), strict=True):
             stragglers.hear(worker, {"compute_ms": took}, members)
     assert len(said) == 1 and "rank 2 on slow is slow" in said[0] and "3.0 × the others" in said[0], said
+
+
+def test_ranks_that_have_not_joined_are_named_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stragglers_module, "LATE_SECONDS", 0.5)
+    notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with closing(Coordinator(JOB, 3, lambda event: notes.put(event.get("text", "")), credentials())) as coordinator:
+        time.sleep(1.2)  # nobody waits for anyone yet
+        _, client = join(coordinator.address, TOKEN, 1)
+        client.enter({"data": "digest", "folder": "mark"})
+        joined, *said = [notes.get(timeout=30) for _ in range(3)]
+        client.close()
+    assert joined == "", joined
+    assert all(re.fullmatch(r"1 of 3 workers have waited \d+ s for ranks 0, 2 to join", text) for text in said), said

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from andon.checkpoint.listing import checkpoint_path, steps
-from andon.checkpoint.manifest import Manifest, verify
+from andon.checkpoint.disk.listing import checkpoint_path, steps
+from andon.checkpoint.disk.manifest import Manifest, verify
 from andon.checkpoint.saver import CANCELLING
 from andon.config.schema import Config
 from andon.engine.trainer import Trainer
@@ -333,7 +333,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_told_of(
     def refuse(checkpoint: Path) -> None:
         raise PermissionError(1, "Operation not permitted", str(checkpoint))
 
-    monkeypatch.setattr("andon.checkpoint.store.remove", refuse)
+    monkeypatch.setattr("andon.checkpoint.disk.store.remove", refuse)
     _, heard = run_alone(tokens, quick_config(tmp_path, checkpoint__keep=2))
     notes = [said["text"] for said in heard if said["event"] == "note"]
     where = checkpoint_path(tmp_path / "checkpoints", 2)

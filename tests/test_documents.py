@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from andon.checkpoint.manifest import verify
+from andon.checkpoint.disk.manifest import verify
 from andon.config.load import build, keys, parse_arguments
 from andon.config.presets import DEFAULTS
 from andon.config.show import reference

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from andon.control.coordinator import Coordinator
-from andon.control.join import join
 from andon.control.token import Credentials
+from andon.control.worker.join import join
 from andon.transport.base import ProtocolError
 from andon.transport.keys import SERVER, LinkKeys
 from andon.transport.tcp.connect import Acceptor, connect

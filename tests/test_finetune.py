@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from andon.checkpoint.manifest import verify
-from andon.checkpoint.store import weights_blake3
+from andon.checkpoint.disk.manifest import verify
+from andon.checkpoint.disk.store import weights_blake3
 from andon.data.batches import NO_TARGET
 from andon.errors import UserError
 from andon.finetune.base import Base

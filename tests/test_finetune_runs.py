@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from andon.checkpoint.manifest import read as manifest
-from andon.checkpoint.manifest import verify
+from andon.checkpoint.disk.manifest import read as manifest
+from andon.checkpoint.disk.manifest import verify
 from andon.cli import app
 from andon.errors import UserError
 from andon.finetune.generate import open_folder

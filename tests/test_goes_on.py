@@ -13,7 +13,7 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from andon.checkpoint.manifest import read as manifest
+from andon.checkpoint.disk.manifest import read as manifest
 from tests.group_harness import busy
 from tests.runs import SMALL, andon, ctrl_c, events, finish, soak, start, train, wait_for_step, workers_of
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from andon.checkpoint.manifest import read as manifest
+from andon.checkpoint.disk.manifest import read as manifest
 from andon.control.generations.quarantine import SETTLED
 from tests.group_harness import busy
 from tests.network import network

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import andon
-from andon.checkpoint.manifest import read as manifest
+from andon.checkpoint.disk.manifest import read as manifest
 from andon.engine.loader import Loader
 from andon.engine.reading import Reading
 from andon.model.loss import loss_of_chunk
@@ -230,7 +230,7 @@ def test_a_reading_waits_for_its_own_numbers() -> None:
 
 
 def test_a_gradient_of_a_compiled_block_is_written_once_into_the_arena() -> None:
-    from andon.model.compiled import compile_model
+    from andon.model.gpu.compiled import compile_model
     from andon.model.llama import Llama
     from andon.model.shape import SHAPES
 
@@ -252,7 +252,7 @@ def test_a_gradient_of_a_compiled_block_is_written_once_into_the_arena() -> None
 
 @pytest.mark.parametrize("rows, width", [(1, 1), (7, 1500), (64, 4096)])
 def test_the_gates_kernel_computes_what_the_cpu_computes(rows: int, width: int) -> None:
-    import andon.model.products  # noqa: F401
+    import andon.model.gpu.products  # noqa: F401
 
     generator = torch.Generator().manual_seed(1)
     both, gradient = (torch.randn(rows, n, generator=generator).bfloat16() for n in (2 * width, width))

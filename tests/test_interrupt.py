@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from andon.checkpoint.listing import checkpoint_path
-from andon.checkpoint.manifest import verify
+from andon.checkpoint.disk.listing import checkpoint_path
+from andon.checkpoint.disk.manifest import verify
 from andon.transport.base import TRANSPORTS
 from tests.runs import SMALL, ctrl_c, events, events_so_far, finish, start, summary, train, wait_for_step, workers_of
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from andon.checkpoint.listing import kept, newest, should_save, step_of, steps
-from andon.checkpoint.manifest import Record
-from andon.checkpoint.store import Store, remove
+from andon.checkpoint.disk.listing import kept, newest, should_save, step_of, steps
+from andon.checkpoint.disk.manifest import Record
+from andon.checkpoint.disk.store import Store, remove
 
 
 def nowhere(place: str) -> None:

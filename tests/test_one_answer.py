@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from andon.checkpoint.store import weights_blake3
+from andon.checkpoint.disk.store import weights_blake3
 from andon.config.schema import Config
 from andon.data.batches import Batches
 from andon.data.token_set import TokenSet

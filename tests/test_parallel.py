@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import andon
-from andon.checkpoint.store import weights_blake3
+from andon.checkpoint.disk.store import weights_blake3
 from andon.optim.sharding import Zero
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup

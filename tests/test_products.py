@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from andon.model.products import gated_products, product
+from andon.model.gpu.products import gated_products, product
 
 
 def matrix(seed: int, *shape: int) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.checkpoint.manifest import verify
+from andon.checkpoint.disk.manifest import verify
 from andon.numerics import AVX2
 from tests.runs import andon, ctrl_c, environment, finish, start, workers_of
 

@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 import pytest
 
-from andon.control.client import CoordinatorClient
 from andon.control.coordinator import Coordinator
-from andon.control.join import join
 from andon.control.token import Credentials, read_token, token_of_run, token_of_worker
+from andon.control.worker.client import CoordinatorClient
+from andon.control.worker.join import join
 from andon.errors import UserError
 from andon.run.records.events import check_event
 from andon.transport.base import ProtocolError

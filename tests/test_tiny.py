@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from andon.checkpoint.store import weights_blake3
+from andon.checkpoint.disk.store import weights_blake3
 from andon.model.hub import load_model
 from tests.runs import andon, events, summary, train
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from andon.control.coordinator import Coordinator
-from andon.control.join import join
 from andon.control.token import Credentials
+from andon.control.worker.join import join
 from andon.errors import UserError
 from andon.transport.base import GroupTimeout, Settings
 from andon.transport.keys import SERVER

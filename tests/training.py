@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from andon.checkpoint.store import weights_blake3
+from andon.checkpoint.disk.store import weights_blake3
 from andon.config.load import load
 from andon.config.schema import Config
 from andon.config.sections import RunConfig

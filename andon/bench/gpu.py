@@ -44,7 +44,7 @@ def andon_step(
     shape: Shape, batch: int, checks: bool, is_deterministic: bool, activation_memory: float
 ) -> tuple[Group, Step]:
     """A step as `andon train` does it on one GPU."""
-    from andon.model.compiled import compile_model
+    from andon.model.gpu.compiled import compile_model
 
     group = LocalGroup()
     model = Llama(shape)

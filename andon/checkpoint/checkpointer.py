@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from andon.checkpoint.listing import checkpoint_path, should_save
+from andon.checkpoint.disk.listing import checkpoint_path, should_save
+from andon.checkpoint.disk.store import Store
 from andon.checkpoint.moments import Moments
 from andon.checkpoint.resume import load_checkpoint
 from andon.checkpoint.saver import Saver, Tell
 from andon.checkpoint.snapshot import Snapshot, saved_buffers
-from andon.checkpoint.store import Store
 from andon.engine.optimizer import Optimizer
 from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt

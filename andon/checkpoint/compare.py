@@ -7,8 +7,8 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from andon.checkpoint.manifest import Manifest
-from andon.checkpoint.store import PIECE_NAME, Moment, open_moments, reading
+from andon.checkpoint.disk.manifest import Manifest
+from andon.checkpoint.disk.store import PIECE_NAME, Moment, open_moments, reading
 from andon.integrity.fingerprint import as_bytes
 
 MODEL = "model.safetensors"

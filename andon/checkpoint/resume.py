@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon.checkpoint.format import tensor_blake3
-from andon.checkpoint.manifest import Damage, Damaged, Manifest
-from andon.checkpoint.manifest import read as read_manifest
+from andon.checkpoint.disk.format import tensor_blake3
+from andon.checkpoint.disk.manifest import Damage, Damaged, Manifest
+from andon.checkpoint.disk.manifest import read as read_manifest
+from andon.checkpoint.disk.store import check_units, load_state, open_moments, reading
 from andon.checkpoint.moments import Moments, ReadMoments
 from andon.checkpoint.snapshot import saved_buffers
-from andon.checkpoint.store import check_units, load_state, open_moments, reading
 from andon.engine.optimizer import Optimizer
 from andon.integrity.fingerprint import as_bytes
 from andon.model.hub import load_tensors

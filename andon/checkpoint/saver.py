@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from andon.checkpoint.background import background, lowest_priority
-from andon.checkpoint.format import At, write_tensors, write_text
-from andon.checkpoint.manifest import Record
+from andon.checkpoint.disk.format import At, write_tensors, write_text
+from andon.checkpoint.disk.manifest import Record
+from andon.checkpoint.disk.store import Store
 from andon.checkpoint.protocol import Phase, Save
 from andon.checkpoint.snapshot import Snapshot
-from andon.checkpoint.store import Store
 from andon.engine.parallel import DataParallel
 from andon.errors import UserError
 from andon.integrity.fingerprint import blame_by_majority

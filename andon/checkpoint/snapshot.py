@@ -19,7 +19,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from andon.checkpoint.background import background
-from andon.checkpoint.format import At, tensor_blake3
+from andon.checkpoint.disk.format import At, tensor_blake3
 from andon.engine.gradients.arena import Arena, Layout
 
 

@@ -57,7 +57,7 @@ def board(
     tls_key: TlsKey = "",
 ) -> None:
     """Show runs in a browser, live or finished: loss, workers, saves, samples, halts. Also serves /metrics."""
-    from andon.commands.board import board as run
+    from andon.commands.runs.board import board as run
 
     if bool(tls_cert) != bool(tls_key):
         raise UserError("TLS needs a certificate and a key", "Only one was given", "Give --tls-cert and --tls-key")
@@ -68,7 +68,7 @@ def board(
 @runs_app.command()
 def status(runs: Runs = None, as_json: AsJson = False) -> None:
     """Print state, step, loss and speed of every run."""
-    from andon.commands.runs import status as show
+    from andon.commands.runs.status import status as show
 
     show(runs or [Path("runs")], as_json, terminal())
 
@@ -78,7 +78,7 @@ def stop(
     run: RunFolder, wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until it has saved.")] = 120.0
 ) -> None:
     """Let a run of this machine save after its step and end, as Ctrl-C does; the same command resumes it."""
-    from andon.commands.runs import stop as end
+    from andon.commands.runs.status import stop as end
 
     end(run, wait, terminal())
 
@@ -90,7 +90,7 @@ def plot(
     curve: Annotated[str, typer.Option(help="loss, accuracy, tokens_per_s, grad_norm, lr or mfu.")] = "loss",
 ) -> None:
     """Draw a curve of a run, in the terminal or as a PNG."""
-    from andon.commands.runs import plot as draw
+    from andon.commands.runs.status import plot as draw
 
     draw(run, output, curve, terminal())
 
@@ -103,7 +103,7 @@ def export(
     online: Annotated[bool, typer.Option("--online", help="wandb: send it now, not later with `wandb sync`.")] = False,
 ) -> None:
     """Write a run's metrics for another tool: train/loss, val/loss, …, each step once."""
-    from andon.commands.export import export as write
+    from andon.commands.runs.export import export as write
 
     write(run, to, output, online, terminal())
 
@@ -123,7 +123,7 @@ def resize(
 @runs_app.command()
 def audit(run: RunFolder) -> None:
     """Prove that a run has used every sample of every committed step exactly once."""
-    from andon.commands.audit import audit
+    from andon.commands.runs.audit import audit
 
     audit(run, terminal())
 

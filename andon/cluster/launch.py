@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from andon.board.serve import beside
-from andon.checkpoint.listing import step_of
+from andon.checkpoint.disk.listing import step_of
 from andon.cluster.bf16 import check_bf16
 from andon.cluster.kinds import inputs, libraries, prepare, settle, show_data, show_plan
 from andon.cluster.nursery import Nursery

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from andon.control.client import CoordinatorClient
+from andon.control.worker.client import CoordinatorClient
 
 
 class ControlStore(Store):

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from andon.cluster.kinds import libraries, open_data, read_config
 from andon.cluster.signals import save_on_signal
 from andon.config.schema import RunSettings
-from andon.control.client import CoordinatorClient, log
-from andon.control.join import join
 from andon.control.link import Message
 from andon.control.token import token_of_worker
+from andon.control.worker.client import CoordinatorClient, log
+from andon.control.worker.join import join
 from andon.data.build import Prepared, find, open_sound, receive
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.numerics import choose_kernels

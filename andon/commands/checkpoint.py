@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from andon.checkpoint.listing import checkpoint_path, kept, step_of, steps
-from andon.checkpoint.manifest import NAME as MANIFEST
-from andon.checkpoint.manifest import Damage, Damaged, Manifest, find_damage, read
+from andon.checkpoint.disk.listing import checkpoint_path, kept, step_of, steps
+from andon.checkpoint.disk.manifest import NAME as MANIFEST
+from andon.checkpoint.disk.manifest import Damage, Damaged, Manifest, find_damage, read
 from andon.errors import UserError, harmless
 from andon.run.records.folder import RunFolder
 from andon.run.screen.display import progress_bar
@@ -94,7 +94,7 @@ def diff(first: Path, second: Path, console: Console) -> int:
 
 def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Console) -> None:
     """Remove all but the last `keep`, every `keep_every`-th and the newest good checkpoint."""
-    from andon.checkpoint.store import remove
+    from andon.checkpoint.disk.store import remove
 
     folder = find(path)[0].parent
     with contextlib.closing(RunFolder(folder.parent)) as run:

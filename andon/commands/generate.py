@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from andon.checkpoint.manifest import verify_named
-from andon.checkpoint.store import load_state
+from andon.checkpoint.disk.manifest import verify_named
+from andon.checkpoint.disk.store import load_state
 from andon.commands.data import other_data
 from andon.config.load import build, is_finetuning
 from andon.config.schema import Config

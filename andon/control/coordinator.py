@@ -153,6 +153,8 @@ class Coordinator:
     def on_tick(self) -> None:
         """Once a second, and when someone has woken the loop."""
         self._reception.tick()
+        if not self.begun:
+            self._stragglers.wait_for_ranks([member.rank for member in self._members()], self.world_size)
         if self._failed and time.monotonic() - self._failed[1] > OTHERS_SECONDS:
             self._end_without(self._failed[0], "it has stopped with an error")
             self._failed = None

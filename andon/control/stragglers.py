@@ -1,10 +1,12 @@
 """Stragglers: a synchronous step is as slow as its slowest rank, so the coordinator says which one that is.
 
-With its heartbeat every worker says how long forward and backward of its last step took. A rank that takes much longer
-than the median of all, several heartbeats in a row, is named; again only when that has passed in between.
+Before the run begins it names the ranks that have not joined while others wait for them. Later, with its heartbeat
+every worker says how long forward and backward of its last step took. A rank that takes much longer than the median of
+all, several heartbeats in a row, is named; again only when that has passed in between.
 """
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from statistics import median
 from typing import Final
 
@@ -18,6 +20,8 @@ IN_A_ROW: Final = 5
 SHORTEST_MS: Final = 20.0
 """Differences within shorter steps are noise."""
 LONGEST_MS: Final = 1e9
+LATE_SECONDS: Final = 30.0
+"""How long others wait before the ranks that have not joined are named; again after twice that time, and so on."""
 
 
 class Stragglers:
@@ -27,11 +31,26 @@ class Stragglers:
         self._say = say
         self._slow: dict[int, int] = {}
         self._step = 0
+        self._first_joined = time.monotonic()
+        self._late_after = LATE_SECONDS
 
     @property
     def at_step(self) -> str:
         """Where the run is, as part of a sentence."""
         return f" after step {self._step:,}" if self._step else ""
+
+    def wait_for_ranks(self, joined: Collection[int], world_size: int) -> None:
+        """Before the run begins, once a second: name the ranks that have not joined, now and then."""
+        now = time.monotonic()
+        if not joined:
+            self._first_joined, self._late_after = now, LATE_SECONDS
+        waited = now - self._first_joined
+        if waited < self._late_after:
+            return
+        self._late_after *= 2
+        missing = [str(rank) for rank in range(world_size) if rank not in joined]
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        self._say(f"{len(joined)} of {world_size} workers have waited {waited:.0f} s for {ranks} to join")
 
     def follow(self, event: Event) -> None:
         """Learn from rank 0's events where the run is."""

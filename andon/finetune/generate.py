@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from andon.checkpoint.manifest import NAME as MANIFEST
+from andon.checkpoint.disk.manifest import NAME as MANIFEST
 from andon.errors import UserError
 from andon.finetune.answer import Answering
 from andon.finetune.base import SORTER, Base, read_small

@@ -10,9 +10,9 @@ from typing import Any, Final
 from safetensors import SafetensorError
 from torch import nn
 
-from andon.checkpoint.format import record_of, write_tensors
-from andon.checkpoint.manifest import ADAPTER, render, verify_named
-from andon.checkpoint.manifest import NAME as MANIFEST
+from andon.checkpoint.disk.format import record_of, write_tensors
+from andon.checkpoint.disk.manifest import ADAPTER, render, verify_named
+from andon.checkpoint.disk.manifest import NAME as MANIFEST
 from andon.errors import UserError
 from andon.files import expand, sync
 from andon.finetune.base import Base, read_small

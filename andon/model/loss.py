@@ -21,7 +21,7 @@ def loss_of_chunk(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, T
     """The summed cross entropy of some tokens, and its gradient by the logits."""
     logits = x @ weight.t()
     if logits.is_cuda:
-        from andon.model.loss_kernel import turn_into_gradient  # needs triton
+        from andon.model.gpu.loss_kernel import turn_into_gradient  # needs triton
 
         return turn_into_gradient(logits, targets, IGNORED).sum(), logits
     exact = logits.float()

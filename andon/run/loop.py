@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from andon.checkpoint.listing import step_of
-from andon.checkpoint.store import weights_blake3
+from andon.checkpoint.disk.listing import step_of
+from andon.checkpoint.disk.store import weights_blake3
 from andon.config.schema import RunSettings
 from andon.engine.membership import MembersChange
 from andon.engine.optimizer import Totals

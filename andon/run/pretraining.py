@@ -88,7 +88,7 @@ def build_model(config: Config, device: torch.device, reads_weights: bool = True
     if computes_in_bf16(config, device):
         model.compute = torch.bfloat16
     if compiles(config, device):
-        from andon.model.compiled import compile_model
+        from andon.model.gpu.compiled import compile_model
 
         deterministic = config.deterministic or device.type != "cuda"
         torch.use_deterministic_algorithms(deterministic)  # the compiler's algorithms as well

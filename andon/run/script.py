@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from andon.checkpoint.checkpointer import PATIENCE, Checkpointer, RunFacts, SaveSettings
-from andon.checkpoint.format import DTYPES
+from andon.checkpoint.disk.format import DTYPES
+from andon.checkpoint.disk.store import weights_blake3
 from andon.checkpoint.snapshot import saved_buffers
-from andon.checkpoint.store import weights_blake3
 from andon.engine.optimizer import Optimizer
 from andon.engine.parallel import DataParallel
 from andon.engine.recovery.commit import Settlement

@@ -11,7 +11,7 @@ MUTANTS = [
     Mutant(
         "no-fsync",
         "Files are not synced before the rename.",
-        "checkpoint/format.py",
+        "checkpoint/disk/format.py",
         "                os.fsync(self._descriptor)\n",
         "",
         (ORDER,),
@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant(
         "no-fsync-of-the-manifest",
         "The manifest is not synced before the rename.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         "        sync(temporary / manifest.NAME)\n",
         "",
         (ORDER,),
@@ -27,7 +27,7 @@ MUTANTS = [
     Mutant(
         "no-fsync-of-the-folder",
         "The folder is not synced before the rename.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         "        sync(temporary)\n",
         "",
         (ORDER,),
@@ -35,7 +35,7 @@ MUTANTS = [
     Mutant(
         "no-fsync-of-the-name",
         "The rename is not synced.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         "        sync(self.folder)\n        return final\n",
         "        return final\n",
         (ORDER,),
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "rename-before-manifest",
         "A checkpoint gets its name before its manifest.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         '        temporary.rename(final)\n        at("renamed")\n        sync(self.folder)\n        return final\n',
         '        at("renamed")\n        sync(self.folder)\n        saved = temporary / manifest.NAME\n'
         "        data = saved.read_bytes()\n        saved.unlink()\n        temporary.rename(final)\n"
@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         "appended-bytes-accepted",
         "Bytes that were appended to a file are not found.",
-        "checkpoint/manifest.py",
+        "checkpoint/disk/manifest.py",
         "        if size != expected.size:\n",
         "        if size < expected.size:\n",
         (f"{FILES}::test_bytes_that_were_appended_are_found",),
@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "tensors-not-hashed",
         "A tensor whose bytes have changed is not named.",
-        "checkpoint/manifest.py",
+        "checkpoint/disk/manifest.py",
         "if tensor and part.hexdigest() != digest:",
         "if tensor and not part.hexdigest():",
         ("test_checkpoint.py::test_damage_is_refused_named_and_passed_over",),
@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "headers-not-hashed",
         "A header whose bytes have changed is accepted.",
-        "checkpoint/manifest.py",
+        "checkpoint/disk/manifest.py",
         "if whole.hexdigest() != expected.blake3 and not found:",
         "if not whole.hexdigest() and not found:",
         ("test_checkpoint.py::test_damage_is_refused_named_and_passed_over",),
@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "manifest-not-checked",
         "A manifest that is not what was written is accepted.",
-        "checkpoint/manifest.py",
+        "checkpoint/disk/manifest.py",
         'if body["format"] != FORMAT or whole != data:',
         'if body["format"] != FORMAT:',
         (f"{FILES}::test_a_manifest_of_another_format_or_with_another_digest_is_refused",),
@@ -85,7 +85,7 @@ MUTANTS = [
     Mutant(
         "other-format-accepted",
         "The format of a manifest is not looked at by itself.",
-        "checkpoint/manifest.py",
+        "checkpoint/disk/manifest.py",
         'if body["format"] != FORMAT or whole != data:',
         "if whole != data:",
         (f"{FILES}::test_a_manifest_of_another_format_or_with_another_digest_is_refused",),
@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant(
         "files-elsewhere-accepted",
         "A manifest may point to files elsewhere.",
-        "checkpoint/manifest.py",
+        "checkpoint/disk/manifest.py",
         'if name != Path(name).name or "\\\\" in name or name in (NAME, ".", ".."):',
         "if name == NAME:",
         ("test_checkpoint.py::test_a_manifest_that_points_elsewhere_is_refused",),
@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant(
         "planted-files-accepted",
         "A tensor file that the manifest does not know is accepted.",
-        "checkpoint/manifest.py",
+        "checkpoint/disk/manifest.py",
         "        if path.name not in manifest.files:\n",
         "        if path.name in ():\n",
         ("test_checkpoint.py::test_a_file_that_is_missing_or_planted_is_refused",),
@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         "no-weights-needed",
         "A checkpoint without weights is good.",
-        "checkpoint/manifest.py",
+        "checkpoint/disk/manifest.py",
         'REQUIRED = ("model.safetensors", "state.json")',
         'REQUIRED = ("state.json",)',
         ("test_checkpoint_commands.py::test_a_manifest_that_does_not_list_what_a_checkpoint_needs_is_damage",),
@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(
         "other-step-accepted",
         "A checkpoint under the name of another step is accepted.",
-        "checkpoint/manifest.py",
+        "checkpoint/disk/manifest.py",
         "if step_of(folder) not in (-1, manifest.step):",
         "if step_of(folder) < -1:",
         ("test_checkpoint.py::test_a_checkpoint_under_the_name_of_another_step_is_refused",),
@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(
         "agreed-digests-not-compared",
         "Weights are not compared with the digests that the ranks agreed on.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         "if wrong := [name for name, digest in found.items() if units.get(name) != digest]:",
         "if wrong := [name for name, digest in found.items() if not digest]:",
         (f"{FILES}::test_weights_that_are_not_those_the_ranks_agreed_on_are_refused",),
@@ -134,7 +134,7 @@ MUTANTS = [
     Mutant(
         "moments-not-verified",
         "A rank that reads moments does not verify them.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         "if tensor_blake3(found) != known.files[file].tensors[tensor][2]:",
         "if not tensor_blake3(found):",
         ("test_checkpoint.py::test_moments_are_verified_by_the_rank_that_reads_them",),
@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant(
         "moments-with-gaps",
         "Moments that do not cover a parameter are accepted.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         "if not wrong and ([start for start, *_ in found] != ends[:-1] or ends[-1] != sizes[moment]):",
         "if not wrong and not ends:",
         (f"{FILES}::test_moments_that_do_not_cover_a_parameter_are_refused",),
@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant(
         "prunes-too-much",
         "One checkpoint less than configured is kept.",
-        "checkpoint/listing.py",
+        "checkpoint/disk/listing.py",
         "return set(found[-keep:]) |",
         "return set(found[1 - keep :]) |",
         ("test_checkpoint_commands.py::test_the_last_few_and_every_nth_are_kept",),
@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant(
         "keep-every-ignored",
         "Checkpoints that are kept for ever are removed.",
-        "checkpoint/listing.py",
+        "checkpoint/disk/listing.py",
         "{step for step in found if every and step % every == 0}",
         "{step for step in found if every and step % every == every}",
         ("test_checkpoint_commands.py::test_the_last_few_and_every_nth_are_kept",),
@@ -166,7 +166,7 @@ MUTANTS = [
     Mutant(
         "last-step-not-saved",
         "The last step is saved only if the interval says so.",
-        "checkpoint/listing.py",
+        "checkpoint/disk/listing.py",
         "return step > 0 and (last or (every > 0 and step % every == 0))",
         "return step > 0 and every > 0 and step % every == 0",
         ("test_listing.py",),
@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         "set-aside-is-lost",
         "A checkpoint that a kill left set aside does not get its name again.",
-        "checkpoint/listing.py",
+        "checkpoint/disk/listing.py",
         "        if not checkpoint.exists():\n            aside.rename(checkpoint)\n",
         "        if checkpoint.exists():\n            aside.rename(checkpoint)\n",
         ("test_checkpoint.py::test_a_checkpoint_that_a_kill_left_set_aside_gets_its_name_again",),
@@ -182,7 +182,7 @@ MUTANTS = [
     Mutant(
         "names-with-zeros",
         "checkpoint-007 counts as checkpoint 7.",
-        "checkpoint/listing.py",
+        "checkpoint/disk/listing.py",
         "(0|[1-9]\\d*)",
         "(\\d+)",
         ("test_listing.py",),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         "half-a-removal",
         "A checkpoint that is being removed keeps its name.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         '    shutil.rmtree(_set_aside(checkpoint, ".removed"))\n',
         "    shutil.rmtree(checkpoint)\n",
         ("test_listing.py",),
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "leftovers-stay",
         "What an interrupted save has left stays.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         'for leftover in self.folder.glob(".checkpoint-*"):',
         'for leftover in self.folder.glob(".removed-*"):',
         ("test_checkpoint.py::test_a_death_in_each_phase_leaves_a_good_checkpoint",),
@@ -206,7 +206,7 @@ MUTANTS = [
     Mutant(
         "strange-files-published",
         "Files that nobody reported are published.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         "if strange := {path.name for path in temporary.iterdir()} - files.keys():",
         "if strange := files.keys() - {path.name for path in temporary.iterdir()}:",
         ("test_listing.py",),
@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "short-files-published",
         "A file that has lost bytes is published.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         "if (temporary / name).stat().st_size != record.size:",
         "if (temporary / name).stat().st_size > record.size:",
         ("test_listing.py",),
@@ -296,7 +296,7 @@ MUTANTS = [
     Mutant(
         "changed-snapshot-published",
         "A copy that changed in memory is published.",
-        "checkpoint/format.py",
+        "checkpoint/disk/format.py",
         "if known.get(name, places[name][2]) != places[name][2]:",
         "if not places[name][2]:",
         ("test_disk_trouble.py::test_a_snapshot_that_changes_in_memory_is_not_published",),
@@ -320,7 +320,7 @@ MUTANTS = [
     Mutant(
         "someone-elses-folder",
         "A run writes into a folder that another run has taken.",
-        "checkpoint/store.py",
+        "checkpoint/disk/store.py",
         "        self._may_write()\n",
         "",
         ("test_disk_trouble.py::test_a_run_whose_folder_another_has_taken_writes_nothing_there",),

@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "audit-does-not-look-at-samples",
         "A step that was computed from other samples passes the audit.",
-        "commands/audit.py",
+        "commands/runs/audit.py",
         "if found != checksum(self.batches.windows(step, slot)):",
         "if found < 0:",
         ("test_ledger.py",),
@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "audit-allows-gaps",
         "A missing step passes the audit.",
-        "commands/audit.py",
+        "commands/runs/audit.py",
         "if step != self.step + 1:",
         "if step <= self.step:",
         ("test_ledger.py",),

@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "gradients-over-a-gap",
         "Gradients of weights that lie apart are written as one piece.",
-        "model/products.py",
+        "model/gpu/products.py",
         "return len(storages) == 1 and all(",
         "return len(storages) == 1 or all(",
         ("test_products.py::test_the_product_of_several_weights_is_that_of_each",),
@@ -206,7 +206,7 @@ MUTANTS = [
     Mutant(
         "gate-without-its-slope",
         "The gate's backward takes the sigmoid for the slope of silu.",
-        "model/products.py",
+        "model/gpu/products.py",
         "wanted * up * sigmoid * (1 + gate * (1 - sigmoid))",
         "wanted * up * sigmoid",
         ("test_products.py::test_the_gated_products_are_those_of_torch",),

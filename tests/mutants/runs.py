@@ -168,6 +168,14 @@ MUTANTS = [
         ("test_coordinator.py::test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends",),
     ),
     Mutant(
+        "joined-ranks-are-missed",
+        "Before the run begins, the ranks that wait are named instead of those that have not joined.",
+        "control/stragglers.py",
+        "if rank not in joined]",
+        "if rank in joined]",
+        ("test_coordinator.py::test_ranks_that_have_not_joined_are_named_while_others_wait",),
+    ),
+    Mutant(
         "best-exit-code",
         "The best exit code of all workers counts.",
         "control/coordinator.py",

@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         "export-twice",
         "An export keeps steps that were done again.",
-        "commands/export.py",
+        "commands/runs/export.py",
         "            del found[later]\n",
         "            pass\n",
         ("test_export.py::test_csv_has_each_step_once", "test_export.py::test_tensorboard_reads_each_step_once"),

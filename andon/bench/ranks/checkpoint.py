@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from andon.bench.ranks.train import RandomBatches, initialised, make_optimizer, make_trainer
 from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
-from andon.checkpoint.format import CHUNK_BYTES
+from andon.checkpoint.disk.format import CHUNK_BYTES
 from andon.integrity.fingerprint import as_bytes
 from andon.model.shape import SHAPES
 from andon.optim.sharding import Zero

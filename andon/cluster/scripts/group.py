@@ -7,7 +7,7 @@ begins (`model.steps`): only then is it ready, and the others do not wait for it
 from dataclasses import replace
 from typing import Any
 
-from andon.control.client import CoordinatorClient
+from andon.control.worker.client import CoordinatorClient
 from andon.engine.membership import Membership
 from andon.run.script import enter_generation, part_from_generation
 from andon.transport.base import SOMEONE, Group, GroupError, Settings, fastest_here, open_group

@@ -18,11 +18,11 @@ from rich.console import Console
 
 from andon.cluster.processes import Command, Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
-from andon.control.client import CoordinatorClient
 from andon.control.coordinator import Coordinator
 from andon.control.generations.succession import GoesOn
-from andon.control.join import join
 from andon.control.token import Credentials, environment, new_token, token_of_worker
+from andon.control.worker.client import CoordinatorClient
+from andon.control.worker.join import join
 from andon.errors import EXIT_HALTED, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_USER_ERROR, UserError, harmless
 from andon.machine import name_process
 from andon.numerics import Numerics, kernels

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from andon.checkpoint.listing import checkpoint_path, newest, put_back, step_of, steps
-from andon.checkpoint.manifest import Damaged, verify, verify_named
+from andon.checkpoint.disk.listing import checkpoint_path, newest, put_back, step_of, steps
+from andon.checkpoint.disk.manifest import Damaged, verify, verify_named
 from andon.config.schema import RunSettings
 from andon.errors import UserError
 from andon.files import expand, no_follow, write_whole

@@ -1,7 +1,7 @@
 """Writing files so that every byte is hashed on its way to the disk, once, in pieces.
 
 The tensor files are safetensors: eight bytes with the length of a JSON header, the header (padded to eight bytes), then
-the tensors one after another. What is known of a file afterwards is its *record* (`andon.checkpoint.manifest`).
+the tensors one after another. What is known of a file afterwards is its *record* (`andon.checkpoint.disk.manifest`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from andon.checkpoint.manifest import Record
+from andon.checkpoint.disk.manifest import Record
 from andon.integrity.fingerprint import as_bytes
 
 CHUNK_BYTES = 8 << 20

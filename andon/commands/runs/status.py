@@ -125,7 +125,7 @@ def stop(run: Path, wait: float, console: Console) -> None:
 def plot(run: Path, output: Path | None, key: str, console: Console) -> None:
     """`andon plot`: a column of the metrics in the terminal, or as a picture."""
     from andon.board.history import COLUMNS
-    from andon.commands.plot import draw_png, draw_text
+    from andon.commands.runs.plot import draw_png, draw_text
 
     if key not in COLUMNS:
         raise UserError(f"There is no curve {key!r}", f"Curves: {', '.join(COLUMNS)}", "Choose one of these")

@@ -122,7 +122,7 @@ def _gated_backward(both: Tensor, gradient: Tensor, again: bool) -> tuple[Tensor
     A kernel of its own: the compiler's reads everything twice, because it writes the two halves of a row as one."""
     for_both, hidden = torch.empty_like(both), torch.empty_like(gradient) if again else gradient.new_empty(0)
     if both.device.type == "cuda":
-        from andon.model.gated_kernel import launch  # needs triton
+        from andon.model.gpu.gated_kernel import launch  # needs triton
 
         launch(both, gradient, for_both, hidden if again else None)
         return for_both, hidden

@@ -21,10 +21,10 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from andon.checkpoint import manifest
-from andon.checkpoint.format import At, tensor_blake3
-from andon.checkpoint.listing import REPLACED, checkpoint_path, kept, put_back, step_of, steps
-from andon.checkpoint.manifest import Manifest, Record
+from andon.checkpoint.disk import manifest
+from andon.checkpoint.disk.format import At, tensor_blake3
+from andon.checkpoint.disk.listing import REPLACED, checkpoint_path, kept, put_back, step_of, steps
+from andon.checkpoint.disk.manifest import Manifest, Record
 from andon.checkpoint.moments import ReadMoments
 from andon.checkpoint.snapshot import weights_digests
 from andon.engine.gradients.arena import Arena

@@ -6,8 +6,8 @@ import ssl
 import time
 from collections.abc import Callable
 
-from andon.control.client import RETRY_SECONDS, CoordinatorClient
 from andon.control.link import Message
+from andon.control.worker.client import RETRY_SECONDS, CoordinatorClient
 from andon.errors import UserError
 from andon.machine import machine_id
 from andon.transport.base import COORDINATOR, GroupError

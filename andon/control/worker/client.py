@@ -21,7 +21,7 @@ from typing import Any
 from andon.control.files import Receiver
 from andon.control.link import FROM_COORDINATOR, ControlLink, Message
 from andon.control.loop import Loop
-from andon.control.outbox import Outbox
+from andon.control.worker.outbox import Outbox
 from andon.errors import EXIT_USER_ERROR, UserError, harmless
 from andon.machine import machine_id
 from andon.run.records.events import Event

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from andon.model.gpu.products import gated_products, product
 from andon.model.llama import Attend, Attention, Kernels, Llama, Stack, SwiGLU
-from andon.model.products import gated_products, product
 from andon.model.shape import CHEAP
 
 KERNEL_OPTIONS: Final[Any] = {"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}

@@ -14,7 +14,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from andon.checkpoint.listing import step_of
+from andon.checkpoint.disk.listing import step_of
 from andon.errors import UserError
 
 NAME = "manifest.json"

@@ -1,0 +1,1 @@
+"""Commands that read or end existing runs."""
