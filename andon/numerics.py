@@ -1,5 +1,11 @@
-"""Which kernels torch computes with: `portable` ones, which give the same bits on every x86-64 CPU with AVX2, or
-`native` ones, the fastest of this processor. Environment variables choose them, before torch computes anything."""
+"""Which CPU kernels torch computes with. Environment variables choose them before torch computes anything.
+
+- `portable` kernels use AVX2 and give the same bits on every x86-64 CPU of one vendor. AMD and Intel differ in a few
+  operations, because MKL has kernels for AMD that no setting switches off (`integrity.probe` names them).
+- `compatible` kernels give the same bits on both vendors, at about half the speed: MKL then uses SSE2 for its matrix
+  products and functions.
+- `native` kernels are the fastest of this processor.
+"""
 
 import os
 import platform
@@ -7,15 +13,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
 
-Numerics = Literal["portable", "native"]
+Numerics = Literal["portable", "compatible", "native"]
 AVX2: Final = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2,STRICT", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 """What torch's own kernels, MKL and oneDNN read when they start."""
+KERNELS: Final[Mapping[Numerics, Mapping[str, str]]] = {
+    "portable": AVX2,
+    "compatible": {**AVX2, "MKL_CBWR": "COMPATIBLE"},
+    "native": {},
+}
 CPUINFO: Final = Path("/proc/cpuinfo")
 
 
 def kernels(numerics: Numerics) -> Mapping[str, str]:
     """The environment variables that choose the kernels; none for native ones, or where there is no AVX2."""
-    return AVX2 if numerics == "portable" and has_avx2() else {}
+    return KERNELS[numerics] if has_avx2() else {}
 
 
 def has_avx2() -> bool:
@@ -33,13 +44,13 @@ def choose_kernels(numerics: Numerics) -> str:
     if numerics == "native":
         return ""
     if not has_avx2():
-        return f"numerics = portable, but this processor ({platform.machine()}) has no AVX2: its bits are its own"
+        return f"numerics = {numerics}, but this processor ({platform.machine()}) has no AVX2: its bits are its own"
     import torch
 
     chosen = torch.backends.cpu.get_cpu_capability()
     if chosen == "AVX2":
         return ""
     return (
-        f"numerics = portable, but torch computed with {chosen} kernels before: other machines may give other bits. "
+        f"numerics = {numerics}, but torch computed with {chosen} kernels before: other machines may give other bits. "
         "Start the script with `andon run`, or call andon.init() before anything is computed"
     )

@@ -39,6 +39,15 @@ def portable_probe(number: int) -> dict[str, str]:
     return probe_in(native(Path()) | dict(kernels("portable")))
 
 
+COMPATIBLE = {
+    "the matrix product": "efffa9c171637f31",
+    "the matrix product of small sizes": "13e8ad6f785435c7",
+    "attention": "54441afab8b17ec6",
+    "the exponential": "a5a03869da2bc0dc",
+}
+"""What compatible kernels computed on an AMD EPYC and on an emulated Intel Skylake, torch 2.13."""
+
+
 def probe_in(environ: dict[str, str]) -> dict[str, str]:
     """The probe that a fresh process takes."""
     code = "import json, torch; from andon.integrity.probe import take_probe; torch.set_num_threads(1); "
@@ -52,6 +61,13 @@ def probe_in(environ: dict[str, str]) -> dict[str, str]:
 def test_the_probe_is_the_same_every_time_and_names_each_operation() -> None:
     assert list(portable_probe(1)) == list(OPERATIONS)
     assert portable_probe(1) == portable_probe(2)
+
+
+@pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
+def test_compatible_kernels_give_the_digests_of_amd_and_intel(tmp_path: Path) -> None:
+    found = probe_in(native(tmp_path) | dict(kernels("compatible")))
+    assert {name: found[name] for name in COMPATIBLE} == COMPATIBLE
+    assert "the matrix product" in differing(found, portable_probe(1))
 
 
 @needs_avx512

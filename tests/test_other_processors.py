@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from andon.integrity.probe import differing
-from andon.numerics import AVX2
+from andon.numerics import KERNELS, Numerics
 from tests.runs import SMALL, environment, summary
 
 INTEL, AMD = "Skylake-Client", "EPYC-Milan"
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-def emulate(processor: str, *arguments: str, cwd: Path) -> str:
+def emulate(processor: str, *arguments: str, cwd: Path, numerics: Numerics = "portable") -> str:
     """Run Python on an emulated processor, as the only rank of a torchrun; what it prints."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -35,7 +35,7 @@ def emulate(processor: str, *arguments: str, cwd: Path) -> str:
     done = subprocess.run(
         ["qemu-x86_64", "-cpu", processor, sys.executable, *arguments],
         cwd=cwd,
-        env={**environment(cwd), **AVX2, **rank, "OMP_NUM_THREADS": "1"},
+        env={**environment(cwd), **KERNELS[numerics], **rank, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=DEADLINE,
@@ -44,10 +44,20 @@ def emulate(processor: str, *arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-def trained(processor: str, *options: str, cwd: Path) -> str:
+def probe(processor: str, cwd: Path, numerics: Numerics) -> dict[str, str]:
+    """The probe that an emulated processor takes."""
+    code = "import json, torch; from andon.integrity.probe import take_probe; torch.set_num_threads(1); "
+    code += "print(json.dumps(take_probe(torch.device('cpu'))))"
+    found: dict[str, str] = json.loads(emulate(processor, "-c", code, cwd=cwd, numerics=numerics))
+    return found
+
+
+def trained(processor: str, *options: str, cwd: Path, numerics: Numerics = "portable") -> str:
     """The digest of the weights of a run on an emulated processor."""
-    emulate(processor, "-m", "andon", "train", *options, f"--run.dir={processor}", "--threads=1", cwd=cwd)
-    digest: str = summary(cwd / processor)["weights_blake3"]
+    folder = f"{processor}-{numerics}"
+    settings = [f"--run.dir={folder}", f"--numerics={numerics}", "--threads=1"]
+    emulate(processor, "-m", "andon", "train", *options, *settings, cwd=cwd, numerics=numerics)
+    digest: str = summary(cwd / folder)["weights_blake3"]
     return digest
 
 
@@ -56,14 +66,18 @@ def test_the_tiny_preset_gives_one_answer_on_amd_and_intel(tmp_path: Path) -> No
     assert trained(INTEL, *options, cwd=tmp_path) == trained(AMD, *options, cwd=tmp_path)
 
 
-def test_what_amd_and_intel_compute_otherwise_is_named_by_the_probe(tmp_path: Path) -> None:
-    code = "import json, torch; from andon.integrity.probe import take_probe; torch.set_num_threads(1); "
-    code += "print(json.dumps(take_probe(torch.device('cpu'))))"
-    intel, amd = (json.loads(emulate(processor, "-c", code, cwd=tmp_path)) for processor in (INTEL, AMD))
+def test_the_probe_names_what_portable_kernels_compute_differently_on_amd_and_intel(tmp_path: Path) -> None:
+    intel, amd = (probe(processor, tmp_path, "portable") for processor in (INTEL, AMD))
     assert differing(intel, amd) == ["the matrix product of small sizes", "the exponential"]
 
 
-def test_a_hidden_size_of_256_gives_another_answer_on_amd_than_on_intel(tmp_path: Path) -> None:
-    """MKL's doing; if this fails, a new version of it has mended that: the README and the probe then need a change."""
+def test_compatible_kernels_compute_the_same_on_amd_and_intel(tmp_path: Path) -> None:
+    assert probe(INTEL, tmp_path, "compatible") == probe(AMD, tmp_path, "compatible")
+
+
+def test_a_hidden_size_of_256_has_one_answer_only_with_compatible_kernels(tmp_path: Path) -> None:
+    """Once the portable digests are equal, MKL has changed: then change the README and `andon.numerics` too."""
     options = [*SMALL, "--model.hidden=256", "--train.steps=2"]
     assert trained(INTEL, *options, cwd=tmp_path) != trained(AMD, *options, cwd=tmp_path)
+    found = {trained(each, *options, cwd=tmp_path, numerics="compatible") for each in (INTEL, AMD)}
+    assert len(found) == 1

@@ -1,6 +1,6 @@
-"""What portable numerics cost here: one worker's forward and backward with portable and with native kernels, in turn.
+"""What numerics cost here: one worker's forward and backward with portable, compatible and native kernels, in turn.
 
-Each kind of kernels needs a process of its own, because torch chooses once. `python -m andon.bench.numerics PRESET` is
+Each kind of kernels needs a separate process, because torch chooses once. `python -m andon.bench.numerics PRESET` is
 such a process: for every line on its standard input it computes once and prints the seconds.
 """
 
@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 from andon.bench.kit.report import show
@@ -20,17 +20,15 @@ TOKENS = 512
 
 
 def main(presets: Sequence[str], repetitions: int, as_json: bool) -> None:
-    """Print what portable kernels cost for some models."""
+    """Print what portable and compatible kernels cost for some models."""
     rows = []
     for preset in presets:
-        portable, native = measure(preset, repetitions)
-        cost = statistics.median(a / b for a, b in zip(portable, native, strict=True)) - 1
+        seconds = measure(preset, repetitions, ("portable", "compatible", "native"))
         rows.append(
             {
                 "preset": preset,
-                "portable_ms": 1e3 * statistics.median(portable),
-                "native_ms": 1e3 * statistics.median(native),
-                "cost_percent": round(100 * cost, 1),
+                **{f"{kind}_ms": 1e3 * statistics.median(turns) for kind, turns in seconds.items()},
+                **{f"{kind}_cost_percent": round(_percent(seconds, kind), 1) for kind in ("portable", "compatible")},
             }
         )
     show(f"forward and backward of {TOKENS} tokens on one core", rows, as_json)
@@ -38,25 +36,30 @@ def main(presets: Sequence[str], repetitions: int, as_json: bool) -> None:
 
 def cost(preset: str = "tiny", repetitions: int = 9) -> str:
     """What portable numerics cost on this machine, in words."""
-    portable, native = measure(preset, repetitions)
-    percent = 100 * (statistics.median(a / b for a, b in zip(portable, native, strict=True)) - 1)
+    percent = _percent(measure(preset, repetitions, ("portable", "native")), "portable")
     if percent < 2:
         return f"portable costs nothing here ({percent:+.0f}% against native, measured on {preset})"
     return f"portable costs {percent:.0f}% of the speed here against native, measured on {preset}"
 
 
-def measure(preset: str, repetitions: int) -> tuple[list[float], list[float]]:
-    """The seconds of each turn, with portable and with native kernels; the first turns do not count."""
-    turns: tuple[list[float], list[float]] = ([], [])
-    with _process(preset, "portable") as portable, _process(preset, "native") as native:
+def measure(preset: str, repetitions: int, kinds: Sequence[Numerics]) -> dict[Numerics, list[float]]:
+    """The seconds of each turn with each kind of kernels; the first two turns do not count."""
+    seconds: dict[Numerics, list[float]] = {kind: [] for kind in kinds}
+    with contextlib.ExitStack() as stack:
+        processes = {kind: stack.enter_context(_process(preset, kind)) for kind in kinds}
         for turn in range(repetitions + 2):
-            for times, (ask, answer) in zip(turns, (portable, native), strict=True):
+            for kind, (ask, answer) in processes.items():
                 ask.write("go\n")
                 ask.flush()
-                seconds = float(answer.readline())
+                took = float(answer.readline())
                 if turn > 1:
-                    times.append(seconds)
-    return turns
+                    seconds[kind].append(took)
+    return seconds
+
+
+def _percent(seconds: Mapping[Numerics, Sequence[float]], kind: Numerics) -> float:
+    """How much longer a turn takes than with native kernels."""
+    return 100 * (statistics.median(a / b for a, b in zip(seconds[kind], seconds["native"], strict=True)) - 1)
 
 
 @contextlib.contextmanager

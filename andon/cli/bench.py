@@ -115,7 +115,7 @@ def bench_numerics(
     repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each; the median counts.")] = 15,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what portable kernels cost against native ones, interleaved in one run."""
+    """Measure what portable and compatible kernels cost against native ones, interleaved in one run."""
     from andon.bench.numerics import main as run
 
     run(presets.split(","), repetitions, as_json)

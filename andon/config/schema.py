@@ -38,7 +38,8 @@ class RunSettings(Section):
     seed: int = Field(1, ge=0, lt=2**32)
     """Seed of weights, data order and samples."""
     numerics: Numerics = "portable"
-    """Kernels of the CPU: `portable` ones give the same bits on every x86-64 with AVX2, `native` are the fastest."""
+    """CPU kernels: `portable` (AVX2) gives the same bits on every x86-64 CPU of one vendor, `compatible` on AMD
+    and Intel alike, at about half the speed; `native` is the fastest."""
     probe: dict[str, str] = Field(default_factory=dict)
     """Digests of small computations where the run was made, written by the run: another machine's bits are noticed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -44,7 +44,8 @@ def compare_probes(group: Group, mine: Probe, mixed: bool) -> str:
         raise UserError(
             f"The workers do not compute the same bits: {found}",
             "Their processors, their numerics or their versions of torch differ",
-            "Use portable numerics and one version of torch everywhere, or allow it: --group.mixed true",
+            "Use one version of torch and --numerics portable everywhere (AMD with Intel: --numerics compatible), "
+            "or allow it: --group.mixed true",
         )
     group.mixed = bool(found)
     return found

@@ -7,6 +7,15 @@ from tests.mutants import Mutant
 WEIGHTS = "test_values.py::test_the_weights_after_every_step_are_those_of_plain_pytorch"
 
 MUTANTS = [
+    # numerics
+    Mutant(
+        "compatible-is-portable",
+        "Compatible numerics choose the portable kernels.",
+        "numerics.py",
+        '{**AVX2, "MKL_CBWR": "COMPATIBLE"}',
+        "AVX2",
+        ("test_numerics.py::test_compatible_kernels_give_the_digests_of_amd_and_intel",),
+    ),
     # engine/gradients/order
     Mutant(
         "tree-in-halves",
