@@ -1,4 +1,4 @@
-# `make demo` and `make test` are complete on a fresh machine with Python 3.11 or later.
+# `make demo` and `make test` install everything they need on a fresh machine with Python 3.11 or later.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ COUNT ?=
 demo: $(VENV)/installed
 	$(BIN)/andon demo
 
-# Tests that measure how soon something is noticed run behind the others, one by one.
+# Tests that measure how soon something is noticed run after the others, one at a time.
 test: $(VENV)/installed-test
 	$(MAKE) --no-print-directory -j 2 check together
 	$(BIN)/python -m pytest -m "not soak and alone" $$(grep -l mark.alone tests/test_*.py)
@@ -23,28 +23,29 @@ check: $(VENV)/installed-test
 	$(BIN)/ruff format --check andon tests examples
 	$(BIN)/mypy
 
-# The long proofs: hundreds of kills, thousands of flips. SEED=7 COUNT=300 make soak
+# The long proofs: hundreds of kills, thousands of bit flips. SEED=7 COUNT=300 make soak
 soak: $(VENV)/installed-test
 	ANDON_SOAK_SEED=$(SEED) ANDON_SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest -m soak --timeout 3600
 
-# Who notices which of many small faults, put into a copy of the code one by one. IDS="no-fsync tree-in-halves"
+# Put many small faults into a copy of the code, one by one, and report which test notices each.
+# IDS="no-fsync tree-in-halves" chooses some.
 mutants: $(VENV)/installed-test
 	$(BIN)/python -m tests.mutants $(IDS)
 
-# The step of this tree against that of another commit, in one run. SETTINGS="--model.preset=30m --train.slots=2"
+# Compare the step of this tree with that of another commit, in one run. SETTINGS="--model.preset=30m --train.slots=2"
 BEFORE ?= HEAD
 PAIRS ?=
 SETTINGS ?=
 compare: $(VENV)/installed-test
 	$(BIN)/python -m tests.compare $(BEFORE) $(PAIRS:%=--pairs %) $(SETTINGS)
 
-# A benchmark of this tree against the same of another commit. BENCH="checkpoint --preset 30m" FIGURES=stall_s,step_s
+# Compare a benchmark of this tree with that of another commit. BENCH="checkpoint --preset 30m" FIGURES=stall_s,step_s
 BENCH ?= transport
 FIGURES ?= ms
 compare-bench: $(VENV)/installed-test
 	$(BIN)/python -m tests.compare_bench $(BEFORE) $(PAIRS:%=--pairs %) --figures $(FIGURES) $(BENCH)
 
-# The book as a site, in build/site; a dead link is an error.
+# Build the book as a site in build/site; a dead link is an error.
 docs: $(VENV)/installed-docs
 	rm -rf build/docs build/site && mkdir -p build && cp -r docs build/docs
 	$(BIN)/andon config reference > build/docs/configuration.md
