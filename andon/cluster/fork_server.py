@@ -33,16 +33,12 @@ START_SECONDS = 120.0  # loading torch from a slow disk may take this long
 
 
 class Child:
-    """A forked worker, with the interface of `subprocess.Popen`."""
+    """A forked worker, with the part of `subprocess.Popen` that the launcher uses."""
 
     def __init__(self, pid: int, descriptor: int, replies: socket.socket) -> None:
         self.pid, self._descriptor, self._replies = pid, descriptor, replies
         self.returncode: int | None = None
         self._lock = threading.Lock()
-
-    def poll(self) -> int | None:
-        """Its exit code, once `wait` has returned."""
-        return self.returncode
 
     def wait(self) -> int:
         """Wait for its end and return its exit code; that of a killed process if the fork server is gone."""
@@ -91,7 +87,7 @@ class ForkServer:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "andon.cluster.fork_server", *self._libraries]
-        environment = os.environ | self._environment
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._environment}
         with theirs, open(self._log, "ab") as output:
             # In its own session: Ctrl-C reaches only the launcher, which asks the workers to save first.
             self._process = subprocess.Popen(

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from andon.checkpoint.disk.listing import step_of
 from andon.cluster.bf16 import check_bf16
 from andon.cluster.fork_server import ForkServer
 from andon.cluster.kinds import inputs, libraries, prepare, resolve_steps, show_data, show_plan
-from andon.cluster.processes import Command, Process, Workers, execute, log_of
+from andon.cluster.processes import Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import StarProcess
 from andon.cluster.worker import START_AGAIN, Access, work
@@ -150,11 +150,6 @@ def _coordinate(
         console.print("Saving after this step, then leaving. Ctrl-C again quits at once.", style="yellow")
         coordinator.stop()
 
-    def quit_now(number: int, frame: FrameType | None) -> None:
-        if workers is None:
-            raise KeyboardInterrupt
-        workers.quit()
-
     def on_event(event: Event) -> None:
         seen.add(event["event"])
         emit(event)
@@ -184,9 +179,9 @@ def _coordinate(
         }
         bind = partial(Coordinator, job, config.workers, on_event, credentials, goes_on=goes_on)
         coordinator = stack.enter_context(contextlib.closing(_listen(bind, door or Door(LOOPBACK, 0), emit)))
-        save_on_signal(save, quit_now)
-        if not begin:
+        if begin is None:
             assert door
+            save_on_signal(save, signal.default_int_handler)
             _invite(config, coordinator, door.tls, console)
             code = coordinator.wait()
         else:
@@ -195,6 +190,7 @@ def _coordinate(
                 return begin([coordinator.address[0], str(coordinator.address[1]), str(number)], log)
 
             workers = stack.enter_context(Workers(start, logs, config.restarts))
+            save_on_signal(save, workers.quit)
             wish = Wish(folder.folder)
             if transport.goes_on:
                 workers.new_size = lambda: wish.new(config.workers, config.train.slots)
@@ -224,11 +220,10 @@ def _starter(
     config: RunSettings, token: str, logs: Path, stack: contextlib.ExitStack
 ) -> Callable[[Sequence[str], Path], Process]:
     """A function that starts a worker on this machine, with its arguments and its log."""
-    own = {VARIABLE: token}
+    environment = {VARIABLE: token, "OMP_NUM_THREADS": str(config.threads), **kernels(config.numerics)}
     if sys.platform != "linux":  # elsewhere a process that has imported torch cannot be forked safely
-        return lambda arguments, log: execute(Command([*WORKER, *arguments], own), config.threads, log)
-    settings = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1", **kernels(config.numerics)}
-    fork_server = ForkServer({**own, **settings}, libraries(config), log_of(logs, 0))
+        return lambda arguments, log: execute([*WORKER, *arguments], environment, log)
+    fork_server = ForkServer(environment, libraries(config), log_of(logs, 0))
     return stack.enter_context(contextlib.closing(fork_server)).start
 
 

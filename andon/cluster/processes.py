@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -19,16 +18,6 @@ from andon.control.coordinator import POLL_SECONDS, Coordinator
 from andon.errors import EXIT_HALTED, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_USER_ERROR, worst
 
 GRACE_SECONDS = 15.0  # time for the other workers to notice that one has failed
-
-
-@dataclass(frozen=True)
-class Command:
-    """The arguments of this Python for a worker, and what is added to the launcher's environment."""
-
-    arguments: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    shown: bool = False
-    """Whether its output is shown by the launcher instead of written to its log."""
 
 
 def log_of(folder: Path, rank: int) -> Path:
@@ -41,38 +30,26 @@ class Process(Protocol):
 
     pid: int
     returncode: int | None
-
-    def poll(self) -> int | None:
-        """Its exit code, if it is known."""
-        ...
+    """Set when `wait` has returned."""
 
     def wait(self) -> int:
         """Wait for its end; returns its exit code."""
-        ...
 
     def kill(self) -> None:
         """Kill it, if it has not ended."""
-        ...
 
 
 Start = Callable[[int, Path], Process]
 """Starts the worker with this number, which writes to this log."""
 
 
-def execute(command: Command, threads: int, log: Path) -> Process:
-    """Start a worker as a new Python process."""
-    own = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **command.environment}
-    with contextlib.ExitStack() as stack:
-        output = None if command.shown else stack.enter_context(open(log, "ab"))
+def execute(arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> Process:
+    """Start a worker as a new Python process; without a log its output is the launcher's."""
+    env, nothing = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}, subprocess.DEVNULL
+    with open(log, "ab") if log else contextlib.nullcontext() as output:
         # In its own session: Ctrl-C reaches only the launcher, which asks the workers to save first.
-        return subprocess.Popen(
-            [sys.executable, *command.arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=os.environ | own,
-            start_new_session=True,
-        )
+        command = [sys.executable, *arguments]
+        return subprocess.Popen(command, stdin=nothing, stdout=output, stderr=output, env=env, start_new_session=True)
 
 
 class Workers:
@@ -107,7 +84,7 @@ class Workers:
         coordinator.resize(wanted)
         self.wanted = wanted
         for number in range(wanted):
-            if number not in self.processes or self.processes[number].poll() is not None:
+            if number not in self.processes or self.processes[number].returncode is not None:
                 self._start(number)
 
     def _start(self, number: int) -> None:
@@ -176,8 +153,10 @@ class Workers:
         self._start(number)
         return True
 
-    def quit(self) -> None:
-        """Kill all workers, because the user wants the run to end at once."""
+    def quit(self, *_: object) -> None:
+        """Kill all workers, because the user wants the run to end at once; a signal handler."""
+        if not self.processes:
+            raise KeyboardInterrupt
         self.was_quit = True
         self._kill()
 

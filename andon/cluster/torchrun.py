@@ -38,7 +38,8 @@ def run(config: RunSettings, resume: str, console: Console) -> int:
     rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     _number("MASTER_PORT")
     quiet = console if rank == 0 else Console(quiet=True)
-    config = resolve_steps(with_workers(absolute(config), world_size).with_transport("torch"), quiet)
+    config = validate({**absolute(config).model_dump(), "workers": world_size}, type(config))
+    config = resolve_steps(config.with_transport("torch"), quiet)
     check_bf16(config)
     make_torch_deterministic(config.threads)
     stop = threading.Event()
@@ -73,11 +74,6 @@ def run(config: RunSettings, resume: str, console: Console) -> int:
     if recorder and recorder.failure:
         raise recorder.failure
     return EXIT_STOPPED if stopped else 0
-
-
-def with_workers(config: RunSettings, workers: int) -> RunSettings:
-    """The configuration with the number of workers that the launcher has started."""
-    return validate({**config.model_dump(), "workers": workers}, type(config))
 
 
 def _number(name: str) -> int:

@@ -107,7 +107,9 @@ class Admission:
             worker.link.queue("welcome", rank=-1, world_size=world_size)
             succession.ready(worker)
         elif (rank := free_rank([member.rank for member in self.members()], world_size, worker)) is None:
-            self._refuse(worker, self._why_full if len(self.members()) == world_size else self._why_not_rank_0)
+            folder = self.job.get("config", {}).get("run", {}).get("dir")
+            blind = f"only rank 0 is left, which writes checkpoints, and it cannot see {folder}: give it --folder"
+            self._refuse(worker, self._why_full if len(self.members()) == world_size else blind)
         else:
             worker.phase, worker.rank = Phase.MEMBER, rank
             worker.link.queue("welcome", rank=rank, world_size=world_size)
@@ -121,11 +123,6 @@ class Admission:
     def _why_full(self) -> str:
         ends = self._succession.over or self._succession.stopping
         return "the run ends" if ends else f"all {self._succession.generations.wanted} ranks are taken"
-
-    @property
-    def _why_not_rank_0(self) -> str:
-        folder = self.job.get("config", {}).get("run", {}).get("dir")
-        return f"only rank 0 is left, which writes checkpoints, and this worker cannot see {folder}: give it --folder"
 
     def _refuse(self, worker: Worker, reason: str) -> None:
         self._emit(event("note", text=f"a worker on {worker.host} was refused: {reason}"))

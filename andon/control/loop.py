@@ -27,27 +27,21 @@ class Owner(Protocol):
 
     def on_message(self, link: ControlLink, message: Message | bytes) -> None:
         """A message has arrived."""
-        ...
 
     def on_lost(self, link: ControlLink, why: str) -> None:
         """A link is lost; the loop has dropped it."""
-        ...
 
     def on_ready(self, data: Any) -> None:
         """Something that the owner has registered with the selector is ready."""
-        ...
 
     def on_tick(self) -> None:
         """Called about once a second, and after `wake`."""
-        ...
 
     def on_crash(self, error: Exception) -> None:
         """The loop has failed and ends."""
-        ...
 
     def status(self) -> Message:
         """Further fields of a heartbeat."""
-        ...
 
 
 class Loop:

@@ -299,8 +299,8 @@ MUTANTS = [
         "second-signal-ignored",
         "A second Ctrl-C does not end the workers.",
         "cluster/launch.py",
-        "        workers.quit()\n",
-        "        coordinator.stop()\n",
+        "save_on_signal(save, workers.quit)",
+        "save_on_signal(save, lambda *_: coordinator.stop())",
         ("test_interrupt.py::test_a_second_ctrl_c_quits_at_once_and_leaves_no_process",),
     ),
     Mutant(

@@ -13,11 +13,10 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
-from andon.cluster.processes import Command, Process, Workers, execute, log_of
+from andon.cluster.processes import Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
 from andon.control.coordinator import Coordinator
 from andon.control.generations.succession import GoesOn
@@ -45,16 +44,10 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
     if not script.is_file():
         raise UserError(f"{script} is not a file", "`andon run` runs a Python script", "Check its path")
     logs = Path("runs") / script.stem / "logs"
-    workers: Workers | None = None
 
     def stop() -> None:
         console.print("Stopping after this step. Ctrl-C again quits at once.", style="yellow")
         coordinator.stop()
-
-    def quit_now(number: int, frame: FrameType | None) -> None:
-        if workers is None:
-            raise KeyboardInterrupt
-        workers.quit()
 
     with contextlib.ExitStack() as stack:
         credentials = Credentials(new_token())
@@ -64,17 +57,18 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         job = {"data": "", "folder_mark": ""}
         coordinator = Coordinator(job, count, lambda event: show(event, console), credentials, goes_on=goes_on)
         stack.enter_context(contextlib.closing(coordinator))
-        save_on_signal(stop, quit_now)
         host, port = coordinator.address
-        own = {VARIABLE: credentials.token, NUMERICS: numerics, ADDRESS: f"{host}:{port}", **kernels(numerics)}
+        environment = {VARIABLE: credentials.token, NUMERICS: numerics, ADDRESS: f"{host}:{port}"}
+        environment |= {"OMP_NUM_THREADS": "1", **kernels(numerics)}
 
         def start(rank: int, log: Path) -> Process:
             command = ["-m", "andon.cluster.scripts.run", str(script), *arguments]
-            return execute(Command(command, {**own, RANK: str(rank)}, shown=rank == 0), 1, log)
+            return execute(command, {**environment, RANK: str(rank)}, log if rank else None)
 
         for rank in range(count):
             log_of(logs, rank).unlink(missing_ok=True)
         workers = stack.enter_context(Workers(start, logs, RESTARTS))
+        save_on_signal(stop, workers.quit)
         workers.start(count)
         code = workers.wait(coordinator)
     if workers.was_quit:

@@ -58,10 +58,10 @@ class Generations(Generic[W]):
         if worker not in self.waiting and worker not in self.members:
             self.waiting.append(worker)
 
-    def come_back(self, worker: W, rank: int) -> None:
+    def come_back(self, worker: W) -> None:
         """A member of the current generation has connected to a restarted coordinator."""
         self.number = max(self.number, 0)
-        self.members.insert(min(rank, len(self.members)), worker)
+        self.members.append(worker)
 
     def part(self, worker: W) -> None:
         """A member has left the group of the current generation and waits for the next one."""

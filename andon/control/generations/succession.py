@@ -91,8 +91,8 @@ class Succession:
         if not generations.members:
             generations.returning, self._return_by = True, time.monotonic() + RETURN_SECONDS
             self._emit(event("note", text=f"Workers of generation {generation} come back"))
-        generations.come_back(worker, rank)
         worker.phase, worker.rank = Phase.MEMBER, rank
+        generations.come_back(worker)
         generations.members.sort(key=lambda member: member.rank)
         self.processes.add(worker.pid)
         if len(generations.members) == len(self.ledger.hosts):
