@@ -1,9 +1,9 @@
 """Starts `python -m andon …` without waiting for torch: forks a process that has loaded it already.
 
 The *source* is one process of a test session that has imported all of Andon. For every process of the session that
-asks (pytest has several) it forks a *nursery*, which forks the commands that tests start; workers and gradient servers
-are forked by those commands in the same way. Each is a process of its own, with its own signals, files, folder and
-environment, as after an exec; importing torch again would take 1.6 s for each.
+asks (pytest has several) it forks a *fork server*, which forks the commands that tests start; workers and gradient
+servers are forked by those commands in the same way. Each is a process of its own, with its own signals, files, folder
+and environment, as after an exec; importing torch again would take 1.6 s for each.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ POPEN = subprocess.Popen
 
 
 class Forked(subprocess.Popen[str]):
-    """A process that this one, or its nursery, has forked instead of executing it."""
+    """A process that this one, or its fork server, has forked instead of executing it."""
 
-    nursery: socket.socket | None = None
+    fork_server: socket.socket | None = None
 
     def __init__(self, command: list[str], machine: tuple[str, str] | None = None, **settings: Any) -> None:
-        self.machine, self._nursery = machine, Forked.nursery
+        self.machine, self._fork_server = machine, Forked.fork_server
         super().__init__(command, **settings)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         words = [args[0], *args[2:]] if args[1] == "-u" else args  # as torchrun starts its ranks
         if words[1] != "-m" or not words[2].startswith(MODULES):
-            self._nursery = None
+            self._fork_server = None
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         names = POPEN._execute_child.__code__.co_varnames[2 : 2 + len(rest)]  # type: ignore[attr-defined]
@@ -66,9 +66,9 @@ class Forked(subprocess.Popen[str]):
             "machine": self.machine,
         }
         descriptors = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)]
-        if self._nursery:
-            socket.send_fds(self._nursery, [json.dumps(request).encode()], descriptors)
-            self.pid = json.loads(self._nursery.recv(ANYTHING))
+        if self._fork_server:
+            socket.send_fds(self._fork_server, [json.dumps(request).encode()], descriptors)
+            self.pid = json.loads(self._fork_server.recv(ANYTHING))
             self._pidfd = os.pidfd_open(self.pid)
         else:
             self.pid = _fork(request, descriptors)
@@ -76,14 +76,14 @@ class Forked(subprocess.Popen[str]):
         self._close_pipe_fds(*(given[name] for name in names[names.index("p2cread") :][:6]))  # type: ignore[attr-defined]
 
     def _internal_poll(self, _deadstate: Any = None) -> int | None:
-        if not self._nursery or self.returncode is not None:
+        if not self._fork_server or self.returncode is not None:
             return super()._internal_poll(_deadstate)  # type: ignore[misc,no-any-return]
         if select.select([self._pidfd], [], [], 0)[0]:
             self._learn_returncode()
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
-        if not self._nursery:
+        if not self._fork_server:
             return super()._wait(timeout)  # type: ignore[misc,no-any-return]
         if self.returncode is None:
             if not select.select([self._pidfd], [], [], timeout)[0]:
@@ -92,25 +92,25 @@ class Forked(subprocess.Popen[str]):
         return self.returncode
 
     def _learn_returncode(self) -> None:
-        assert self._nursery is not None
-        self._nursery.sendall(json.dumps({"pid": self.pid}).encode())
-        self.returncode = os.waitstatus_to_exitcode(json.loads(self._nursery.recv(ANYTHING)))
+        assert self._fork_server is not None
+        self._fork_server.sendall(json.dumps({"pid": self.pid}).encode())
+        self.returncode = os.waitstatus_to_exitcode(json.loads(self._fork_server.recv(ANYTHING)))
         os.close(self._pidfd)
 
 
 def popen(command: list[str], machine: tuple[str, str] | None = None, **settings: Any) -> subprocess.Popen[str]:
-    """As `subprocess.Popen` of `python -m andon …`, from the nursery of this process; in a network namespace and with a
-    host name of its own if a `machine` is given."""
+    """As `subprocess.Popen` of `python -m andon …`, from the fork server of this process; in a network namespace and
+    with a host name of its own if a `machine` is given."""
     if sys.platform != "linux":
         return subprocess.Popen(command, **settings)
-    Forked.nursery = Forked.nursery or _open_nursery()
+    Forked.fork_server = Forked.fork_server or _open_fork_server()
     return Forked(command, machine, **settings)
 
 
 def preload(*libraries: str) -> None:
     """From now on fork processes that have loaded these modules, too, which would take each of them seconds."""
     if sys.platform == "linux":
-        Forked.nursery = _open_nursery(libraries)
+        Forked.fork_server = _open_fork_server(libraries)
 
 
 def share_source() -> None:
@@ -133,18 +133,18 @@ def share_source() -> None:
     threading.Thread(target=start_when_asked, daemon=True).start()
 
 
-def _open_nursery(libraries: Sequence[str] = ()) -> socket.socket:
+def _open_fork_server(libraries: Sequence[str] = ()) -> socket.socket:
     share_source()
-    nursery = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    nursery.connect(b"\0" + os.environ[SOURCE].rpartition(":")[2].encode())
-    nursery.sendall(json.dumps(libraries).encode())
-    return nursery
+    fork_server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fork_server.connect(b"\0" + os.environ[SOURCE].rpartition(":")[2].encode())
+    fork_server.sendall(json.dumps(libraries).encode())
+    return fork_server
 
 
-def fork_nurseries(listener: socket.socket) -> None:
-    """The source: load what tests need, and fork a nursery for everyone who connects."""
+def fork_servers(listener: socket.socket) -> None:
+    """The source: load what tests need, and fork a fork server for everyone who connects."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends pytest, whose end ends this process
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a nursery
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork server
     importlib.import_module("tests.preload")
     while select.select([0, listener.fileno()], [], [])[0][0] != 0:
         connection, _ = listener.accept()
@@ -167,7 +167,7 @@ def fork_nurseries(listener: socket.socket) -> None:
 
 
 def serve(requests: socket.socket) -> None:
-    """A nursery: fork, and tell how what was forked has ended, until nobody asks any more."""
+    """A fork server: fork, and tell how what was forked has ended, until nobody asks any more."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(requests, ANYTHING, 3)
         if not data:
@@ -225,7 +225,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    Forked.nursery = None
+    Forked.fork_server = None
     subprocess.Popen = Forked  # type: ignore[misc,assignment]
 
 
@@ -260,4 +260,4 @@ def _run(module: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    fork_nurseries(socket.socket(fileno=int(sys.argv[1])))
+    fork_servers(socket.socket(fileno=int(sys.argv[1])))

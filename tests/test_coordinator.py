@@ -477,7 +477,7 @@ def test_data_that_arrives_faster_than_the_disk_takes_it_waits_outside(
     (tmp_path / "theirs").mkdir()
     (tmp_path / "mine").mkdir()
     (tmp_path / "theirs" / "tokens-00000.bin").write_bytes(bytes(30 << 20))
-    monkeypatch.setattr(client_module, "MOST_PIECES", 4)
+    monkeypatch.setattr(client_module, "MAX_PIECES", 4)
     waiting: list[int] = []
     write = Receiver.write
 
@@ -554,7 +554,7 @@ def test_a_straggler_is_named_once_with_how_much_it_is_slower() -> None:
     members[2].host = "slow"
     for _ in range(20):
         for worker, took in zip(members, (100.0, 110.0, 320.0), strict=True):
-            stragglers.hear(worker, {"compute_ms": took}, members)
+            stragglers.on_heartbeat(worker, {"compute_ms": took}, members)
     assert len(said) == 1 and "rank 2 on slow is slow" in said[0] and "3.0 × the others" in said[0], said
 
 

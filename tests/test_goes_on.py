@@ -28,7 +28,7 @@ def members_of(process: subprocess.Popen[str], folder: Path) -> list[psutil.Proc
     return [worker for worker in workers_of(process) if worker.pid in pids]
 
 
-def nursery_of(process: subprocess.Popen[str]) -> psutil.Process:
+def fork_server_of(process: subprocess.Popen[str]) -> psutil.Process:
     """The process from which workers are forked."""
     found = workers_of(process)[0].parent()
     assert found
@@ -167,24 +167,24 @@ def test_a_worker_that_dies_again_and_again_is_quarantined(tmp_path: Path) -> No
 
 def test_workers_outlive_the_process_that_forked_them_and_others_are_forked_by_another(tmp_path: Path) -> None:
     folder, process = tmp_path / "run", run_of(tmp_path, "--workers=2", "--train.steps=100000", "--eval.every=0", *OFF)
-    workers, nursery = workers_of(process), nursery_of(process)
-    nursery.kill()
+    workers, fork_server = workers_of(process), fork_server_of(process)
+    fork_server.kill()
     at = time.time()
     wait_for(process, lambda: steps_after(folder, at)[3:])
     assert not events(folder, "generation"), "nobody is lost with it"
     workers[0].kill()
     wait_for_generation(folder, process, 2)
-    assert nursery_of(process) != nursery
+    assert fork_server_of(process) != fork_server
     stop(process, folder)
 
 
 def test_a_run_with_fewer_workers_than_it_needs_waits_for_more(tmp_path: Path) -> None:
     folder, options = tmp_path / "run", ["--workers=2", "--min_workers=2", "--train.steps=100000", "--eval.every=0"]
     process = run_of(tmp_path, *options, *OFF)
-    os.kill(nursery_of(process).pid, signal.SIGSTOP)
+    os.kill(fork_server_of(process).pid, signal.SIGSTOP)
     members_of(process, folder)[0].kill()
     wait_for(process, lambda: "Waiting for workers: 1 of at least 2" in str(events(folder, "note")))
-    os.kill(nursery_of(process).pid, signal.SIGCONT)
+    os.kill(fork_server_of(process).pid, signal.SIGCONT)
     wait_for_generation(folder, process, 2)
     assert all(event["workers"] == 2 for event in events(folder, "generation"))
     stop(process, folder)

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from andon.checkpoint.disk.manifest import read as manifest
-from andon.control.generations.quarantine import SETTLED
+from andon.control.generations.quarantine import SOUND_AFTER_STEPS
 from tests.group_harness import busy
 from tests.network import network
 from tests.runs import andon, ctrl_c, events, finish, start, train, wait_for_step, workers_of
@@ -64,7 +64,7 @@ def kill_again_and_again(cwd: Path, kills: int, seed: int, *options: str) -> Kil
         wait_for(process, lambda at=at: steps_after(folder, at), 2 * HANG)
         found.until_next_step.append(steps_after(folder, at)[0]["time"] - at)
         # Whoever is killed again and again before it has done ten steps would be quarantined.
-        wait_for(process, lambda at=at: new_workers(folder, at) and steps_after(folder, at)[SETTLED:])
+        wait_for(process, lambda at=at: new_workers(folder, at) and steps_after(folder, at)[SOUND_AFTER_STEPS:])
         wait_for(process, lambda at=at: steps_after(folder, new_workers(folder, at)[-1]["time"]))
         found.until_slots += [seconds_until_slots(folder, worker) for worker in new_workers(folder, at)]
     ctrl_c(process)
@@ -187,7 +187,7 @@ def test_many_partitions_never_change_the_answer(tmp_path: Path, transport: str)
             wait_for(coordinator, are_both_back, 60.0)
             # Whoever is lost again and again before it has done ten steps would be quarantined.
             settled = time.time()
-            wait_for(coordinator, lambda at=settled: steps_after(folder, at)[SETTLED:])
+            wait_for(coordinator, lambda at=settled: steps_after(folder, at)[SOUND_AFTER_STEPS:])
         coordinator.send_signal(signal.SIGINT)
         assert [worker.wait(60) for worker in workers.values()] == [4, 4] and coordinator.wait(60) == 4
     said = figures("from a partition's end to a step", gaps)

@@ -86,7 +86,7 @@ def test_two_signals_at_the_same_moment_are_heard(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
     output = finish(process)
-    assert process.returncode in (4, 1) and "Once more quits" in output, output
+    assert process.returncode in (4, 1) and "Ctrl-C again quits" in output, output
 
 
 def test_sigterm_to_one_worker_stops_all_of_them(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_second_ctrl_c_quits_at_once_and_leaves_no_process(tmp_path: Path) -> 
         worker.suspend()  # so that the first one cannot be obeyed
     ctrl_c(process)
     assert process.stdout is not None
-    while "Once more quits" not in process.stdout.readline():
+    while "Ctrl-C again quits" not in process.stdout.readline():
         assert process.poll() is None
     ctrl_c(process)
     output = finish(process)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from andon.control.generations.quarantine import SETTLED, STRIKES, Quarantine
+from andon.control.generations.quarantine import SOUND_AFTER_STEPS, STRIKES, Quarantine
 from andon.control.generations.succession import GoesOn, Succession
 from andon.control.link import FROM_WORKER, ControlLink
 from andon.control.members import Phase, Worker
@@ -77,7 +77,7 @@ def test_what_is_no_record_is_refused(wrong: object) -> None:
 def test_three_losses_in_a_row_are_too_many_and_steps_in_between_are_forgiven() -> None:
     quarantine, place = Quarantine(), ("host", 1)
     for _ in range(10):
-        assert not quarantine.strike(place, SETTLED) and place not in quarantine
+        assert not quarantine.strike(place, SOUND_AFTER_STEPS) and place not in quarantine
     assert [quarantine.strike(place) for _ in range(STRIKES)] == [False, True, False]
     assert place in quarantine and ("host", 2) not in quarantine
 
@@ -157,7 +157,7 @@ def test_a_worker_that_says_twice_that_it_has_left_leaves_one_generation(tmp_pat
         worker = Worker(link, Phase.WAITING, "here")
         succession.ready(worker)
         for _ in range(2):  # once more when its coordinator is back, which may have heard it before
-            succession.hear(worker, {"kind": "part", "generation": 0, "why": "somebody joins", "lost": None})
+            succession.on_message(worker, {"kind": "part", "generation": 0, "why": "somebody joins", "lost": None})
         assert ledger.generation == 1 and succession.generations.members == [worker]
         ledger.close()
         link.close()

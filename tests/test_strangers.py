@@ -469,7 +469,7 @@ def test_the_token_is_in_a_file_that_only_its_owner_reads(tmp_path: Path, monkey
     assert path.stat().st_mode & 0o777 == 0o600 and len(token) == 64 and token_of_run(tmp_path) == token
     assert token_of_worker(path) == token
     path.chmod(0o644)
-    with pytest.raises(UserError, match="can be read by others"):
+    with pytest.raises(UserError, match="can be read by other users"):
         read_token(path)
     path.unlink()
     path.symlink_to("/etc/passwd")

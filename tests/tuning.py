@@ -19,7 +19,7 @@ from andon.data.tokenizer import Tokenizer
 from andon.finetune.base import Base
 from andon.finetune.build import FineTuningBuilder
 from andon.finetune.loop import FineTuning
-from andon.finetune.plan import settle
+from andon.finetune.plan import resolve_steps
 from andon.finetune.samples.tokenize import prepare_samples
 from andon.run.records.events import Event, no_event
 from andon.transport.base import Group
@@ -121,7 +121,7 @@ def tune_config(model: Path, data: Path, **overrides: Any) -> FinetuneConfig:
         "eval.length": 4,
         **{key.replace("__", "."): value for key, value in overrides.items()},
     }
-    return settle(validate(merge({}, given, FinetuneConfig), FinetuneConfig), Console(quiet=True))
+    return resolve_steps(validate(merge({}, given, FinetuneConfig), FinetuneConfig), Console(quiet=True))
 
 
 def open_run(config: FinetuneConfig, group: Group, events: list[Event] | None = None) -> FineTuning:

@@ -21,7 +21,7 @@ from andon.config.load import merge, validate
 from andon.data import stories
 from andon.data.tokenizer import Tokenizer
 from andon.errors import UserError
-from andon.finetune.plan import settle
+from andon.finetune.plan import resolve_steps
 from andon.model.hub_config import to_hub
 from andon.model.shape import SHAPES
 
@@ -62,7 +62,7 @@ def _measure(folder: Path, preset: str, ranks: int, samples: int, repetitions: i
         "workers": ranks,
         "device": "cpu",
     }
-    config = settle(validate(merge({}, given, FinetuneConfig), FinetuneConfig), Console(quiet=True))
+    config = resolve_steps(validate(merge({}, given, FinetuneConfig), FinetuneConfig), Console(quiet=True))
     task = {"config": config.model_dump(mode="json"), "turns": WARM_UP + repetitions, "steps": STEPS}
     return run_ranks("andon.bench.ranks.finetune", ranks, {**task, "transport": transport})
 

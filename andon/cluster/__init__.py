@@ -1,1 +1,1 @@
-"""Processes: the coordinator, the workers, and how they are started."""
+"""Processes: how the coordinator and the workers are started."""

@@ -1,6 +1,6 @@
-"""Whether this CPU computes in bf16: on some, oneDNN dies with an illegal instruction, and the workers would with it.
+"""Whether this CPU computes in bf16: on some, oneDNN kills the process with an illegal instruction.
 
-`check_bf16` lets a process of its own try one small step, with the kernels of the configuration; `main` is that step.
+`check_bf16` tries one small step in a separate process, with the kernels of the configuration; `main` is that step.
 """
 
 import os
@@ -16,13 +16,12 @@ ATTEMPT = [sys.executable, "-m", "andon.cluster.bf16"]
 
 
 def check_bf16(config: RunSettings) -> None:
-    """Refuse bf16 on a CPU that dies of it."""
+    """Refuse bf16 on a CPU that cannot compute in it."""
     if config.train.precision != "bf16" or config.device == "cuda":
         return
-    environment = os.environ | kernels(config.numerics)
-    nowhere = subprocess.DEVNULL
+    none, environment = subprocess.DEVNULL, os.environ | kernels(config.numerics)
     attempt = [*ATTEMPT, config.device]
-    code = subprocess.run(attempt, env=environment, stdin=nowhere, stdout=nowhere, stderr=nowhere).returncode
+    code = subprocess.run(attempt, env=environment, stdin=none, stdout=none, stderr=none).returncode
     if code < 0:
         what = f"train.precision = bf16 does not work on this CPU with {config.numerics} kernels"
         cause = f"A small step in bf16 was killed by {signal.Signals(-code).name}"
@@ -31,7 +30,7 @@ def check_bf16(config: RunSettings) -> None:
 
 
 def main(device: str) -> None:
-    """One step in bf16 on the CPU, of a model with all kinds of layers."""
+    """Do one step in bf16 on the CPU, with a model that has all kinds of layers."""
     import torch
 
     from andon.model.llama import Llama

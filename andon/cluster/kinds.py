@@ -1,6 +1,6 @@
-"""The kinds of runs, pretraining and fine-tuning: what launcher and workers do differently for each.
+"""The two kinds of runs, pretraining and fine-tuning: everything that launcher and workers do differently for them.
 
-Everything else about a run is the same for both. torch is loaded only where a run is built or measured.
+torch and transformers are imported only by the functions that need them.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 
 
 def read_config(values: Mapping[str, Any]) -> RunSettings:
-    """The configuration of a job; `ValueError` if it is none."""
+    """Validate the configuration of a job, of either kind; `ValueError` if it is not valid."""
     schema = FinetuneConfig if is_finetuning(values) else Config
     return schema.model_validate(values)
 
 
-def settle(config: RunSettings, console: Console) -> RunSettings:
-    """The configuration with what only the data decides: how many steps its epochs take."""
+def resolve_steps(config: RunSettings, console: Console) -> RunSettings:
+    """Fill in what depends on the data: the number of steps in its epochs, and the context."""
     if not isinstance(config, FinetuneConfig):
         return config
-    from andon.finetune.plan import settle as settle_finetuning
+    from andon.finetune import plan
 
-    return settle_finetuning(config, console)
+    return plan.resolve_steps(config, console)
 
 
 def show_plan(console: Console, config: RunSettings) -> None:
     """Print the plan of a run."""
     if isinstance(config, FinetuneConfig):
-        from andon.finetune.plan import show_plan as show_finetuning
+        from andon.finetune import plan
 
-        return show_finetuning(console, config)
+        return plan.show_plan(console, config)
     return outlook.show_plan(console, _pretraining(config))
 
 
 def inputs(config: RunSettings) -> tuple[str, ...]:
-    """What a run reads that its user has named: files, folders and globs."""
+    """The files, folders and globs that the user named as input."""
     if isinstance(config, FinetuneConfig):
         return (config.model, *config.data.files)
     config = _pretraining(config)
@@ -58,7 +58,7 @@ def inputs(config: RunSettings) -> tuple[str, ...]:
 
 
 def planner(config: RunSettings) -> Callable[[Any], Plan]:
-    """What makes the plan of a settled run, and of the same run with other settings."""
+    """A function that makes the plan of this run, also with other settings; its steps must be resolved."""
     if isinstance(config, FinetuneConfig):
         from andon.finetune.plan import sizes_of
 
@@ -67,7 +67,7 @@ def planner(config: RunSettings) -> Callable[[Any], Plan]:
 
 
 def prepare(config: RunSettings, console: Console) -> Prepared:
-    """The data of a run, made now or taken from the cache."""
+    """Make the data of a run, or take it from the cache."""
     if isinstance(config, FinetuneConfig):
         from andon.finetune.base import Base
         from andon.finetune.samples.tokenize import prepare_samples
@@ -77,13 +77,13 @@ def prepare(config: RunSettings, console: Console) -> Prepared:
 
 
 def show_data(console: Console, config: RunSettings, data: Prepared) -> None:
-    """Print what the data holds, where the plan has not said it."""
+    """Print the size of the corpus; the plan of a fine-tuning already shows its data."""
     if isinstance(data, TokenSet):
         outlook.show_corpus_plan(console, _pretraining(config), data.meta["documents"], data.token_count)
 
 
 def open_data(config: RunSettings, folder: Path) -> Prepared:
-    """The data in a folder of the cache."""
+    """Open the data in a folder of the cache."""
     if isinstance(config, FinetuneConfig):
         from andon.finetune.samples.sample_set import SampleSet
 
@@ -92,7 +92,7 @@ def open_data(config: RunSettings, folder: Path) -> Prepared:
 
 
 def samples_of(config: RunSettings, data: Prepared) -> Windows:
-    """Which samples each slot of a step takes."""
+    """The samples of each slot of each step."""
     if isinstance(config, FinetuneConfig):
         from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 
@@ -103,14 +103,14 @@ def samples_of(config: RunSettings, data: Prepared) -> Windows:
 
 
 def libraries(config: RunSettings) -> tuple[str, ...]:
-    """Modules that take a worker seconds to load."""
+    """Modules that take seconds to import."""
     if isinstance(config, FinetuneConfig):
         return ("andon.finetune.build", "transformers.models.auto.modeling_auto", "peft")
     return ("andon.run.pretraining",)
 
 
 def builder_of(config: RunSettings, data: Prepared) -> Builder:
-    """What builds one rank's run."""
+    """The builder of one rank's run."""
     if isinstance(config, FinetuneConfig):
         from andon.finetune.build import FineTuningBuilder
         from andon.finetune.samples.sample_set import SampleSet

@@ -1,4 +1,4 @@
-"""One rank's training session: device, group, trainer. The same for every way of starting."""
+"""One rank's training session: device, group, trainer; the same for every launcher."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -24,24 +24,24 @@ from andon.transport.local import LocalGroup
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a rank's launcher gives it."""
+class Hooks:
+    """How a session reports to its launcher, and learns what the launcher wants."""
 
     emit: Emit
     stop_wanted: Callable[[], bool]
     local_rank: int = 0
-    """Its place among the ranks of its machine, which decides on its GPU."""
+    """The rank among those of its machine, which selects the GPU."""
     on_built: Callable[[Trainer], None] = lambda trainer: None
     change_wanted: Callable[[], bool] = lambda: False
-    """Whether somebody waits to join, or is to leave."""
+    """Whether a worker waits to join, or is to leave."""
     shrink_wanted: Callable[[], bool] = lambda: False
-    """Whether somebody is to leave."""
+    """Whether a worker is to leave."""
     books: Books | None = None
 
 
-def train(config: RunSettings, data: Prepared, group: Group, resume: Path | None, around: Surroundings) -> bool:
-    """Train as one rank of a run, from a checkpoint if one is given; whether it was stopped before its end."""
-    session = Session(config, data, around)
+def train(config: RunSettings, data: Prepared, group: Group, resume: Path | None, hooks: Hooks) -> bool:
+    """Train as one rank of a run, from a checkpoint if one is given; returns whether it was stopped early."""
+    session = Session(config, data, hooks)
     try:
         return session.train(group, resume)
     finally:
@@ -51,36 +51,35 @@ def train(config: RunSettings, data: Prepared, group: Group, resume: Path | None
 class Session:
     """One worker's part of a run, through all generations in which it takes part."""
 
-    def __init__(self, config: RunSettings, data: Prepared, around: Surroundings) -> None:
-        self.config, self.data, self.around = config, data, around
+    def __init__(self, config: RunSettings, data: Prepared, hooks: Hooks) -> None:
+        self.config, self.data, self.hooks = config, data, hooks
         self.builder: Builder | None = None
         self.optimizer: Optimizer | None = None
         self.run: Loop | None = None
 
     def prepare(self, known: Mapping[str, str], frozen: str = "") -> None:
-        """Build what a worker that joins a run needs, before the others wait for it. `known` is the run's probe, and
+        """Build everything that a joining worker needs, before the others wait for it. `known` is the run's probe,
         `frozen` the digest of its weights that are not trained."""
-        device = choose_device(self.config.device, self.around.local_rank, no_event)
+        device = choose_device(self.config.device, self.hooks.local_rank, no_event)
         operations = differing(take_probe(device), known)
         if operations and not self.config.group.mixed:
-            what = f"This machine computes {', '.join(operations)} otherwise than the run that it joins"
+            what = f"This machine computes {', '.join(operations)} differently from the run that it joins"
             raise UserError(what, "Another processor, GPU or version of torch", "Use an equal machine, or group.mixed")
         self.config = self.config.model_copy(update={"probe": dict(known)})
         self.builder = builder_of(self.config, self.data)
         optimizer = self.builder.optimizer(LocalGroup(self.config.group.wire), device, joins=True)
         if frozen and optimizer.model.frozen != frozen:
-            cause = "The weights that are not trained are not those of the run that it joins"
-            raise UserError(
-                f"{self.config.model_name} is another model here", cause, "Copy the run's model to this machine"
-            )
+            what = f"{self.config.model_name} is another model here"
+            cause = "The weights that are not trained differ from those of the run that it joins"
+            raise UserError(what, cause, "Copy the run's model to this machine")
         self.optimizer, optimizer.is_new = optimizer, True
         self.builder.warm_up(optimizer.model)
 
     def train(self, group: Group, resume: Path | None = None) -> bool:
-        """Train in the first generation, from a checkpoint if one is given; whether it was stopped before the end."""
-        self._ask(group)
-        emit = self.around.emit if group.rank == 0 else no_event
-        device = choose_device(self.config.device, self.around.local_rank, emit)
+        """Train in the first generation, from a checkpoint if one is given; returns whether it was stopped early."""
+        self._attach(group)
+        emit = self.hooks.emit if group.rank == 0 else no_event
+        device = choose_device(self.config.device, self.hooks.local_rank, emit)
         refuse_mixed_devices(group, device)
         self.config = with_probe(self.config, group, device, emit)
         self.builder = builder_of(self.config, self.data)
@@ -92,9 +91,9 @@ class Session:
         return self._run()
 
     def go_on(self, group: Group, recorded: int, since: float) -> bool:
-        """Train in a later generation, which began to form at `since`; whether it was stopped before the end."""
-        self._ask(group)
-        if self.optimizer is None:  # the first generation has ended before it was built
+        """Train in a later generation, which began to form at `since`; returns whether it was stopped early."""
+        self._attach(group)
+        if self.optimizer is None:  # the first generation ended before the optimizer was built
             self.prepare(self.config.probe)
         assert self.optimizer and self.builder
         membership = Membership.of(group, self.config.train.slots)
@@ -111,14 +110,13 @@ class Session:
         self.run.go_on(settled, recorded, since)
         return self._run()
 
-    def _ask(self, group: Group) -> None:
-        """Have the group ask for the wishes of this rank's launcher."""
-        around = self.around
-        group.stop_wanted, group.change_wanted = around.stop_wanted, around.change_wanted
-        group.shrink_wanted = around.shrink_wanted
+    def _attach(self, group: Group) -> None:
+        """Let the group ask the launcher whether to stop or to change."""
+        group.stop_wanted, group.change_wanted = self.hooks.stop_wanted, self.hooks.change_wanted
+        group.shrink_wanted = self.hooks.shrink_wanted
 
     def part(self) -> None:
-        """Leave the generation, whatever has become of its group."""
+        """Leave the generation; its group may have failed."""
         if self.run:
             self.run.trainer.part()
         elif self.optimizer:
@@ -136,13 +134,13 @@ class Session:
 
     def _built(self, trainer: Trainer, builder: Builder) -> None:
         self.optimizer = trainer.optimizer
-        self.run = builder.loop(trainer, self.around.emit, self.around.books)
-        self.around.on_built(trainer)
+        self.run = builder.loop(trainer, self.hooks.emit, self.hooks.books)
+        self.hooks.on_built(trainer)
 
     def _emit(self, event: Event) -> None:
-        """Rank 0 speaks for all."""
+        """Emit an event of rank 0; the other ranks emit none."""
         if self.optimizer is None or self.optimizer.model.membership.rank == 0:
-            self.around.emit(event)
+            self.hooks.emit(event)
 
     def _run(self) -> bool:
         assert self.run
@@ -151,8 +149,8 @@ class Session:
 
 
 def open_configured(config: RunSettings, rendezvous: Rendezvous, settings: Settings) -> Group:
-    """The group that the configuration asks for."""
-    alone = not TRANSPORTS[config.group.transport].connects  # until it grows
+    """Open the group that the configuration asks for."""
+    alone = not TRANSPORTS[config.group.transport].connects  # but the run may have grown since
     size = rendezvous.world_size
     group = open_group(fastest_here(size) if alone else config.group.transport, rendezvous, settings)
     group.generation = settings.keys.generation if settings.keys else 0
@@ -160,40 +158,38 @@ def open_configured(config: RunSettings, rendezvous: Rendezvous, settings: Setti
 
 
 def refuse_mixed_devices(group: Group, device: torch.device) -> None:
-    """Ranks on a GPU compute in bf16 and those on a CPU in f32, unless told otherwise: all must have the same kind."""
+    """Refuse a group of CPUs and GPUs: by default GPUs compute in bf16 and CPUs in f32."""
     kinds = [kind.decode() for kind in group.all_gather_bytes(device.type.encode())]
     if len(set(kinds)) > 1:
         found = ", ".join(f"rank {rank} on {kind}" for rank, kind in enumerate(kinds))
-        cause = "GPU and CPU compute other bits, and by default in another precision"
+        cause = "GPU and CPU compute different bits, and by default in different precisions"
         raise UserError(f"The ranks train on different devices: {found}", cause, "Give --device cpu or --device cuda")
 
 
 def with_probe(config: RunSettings, group: Group, device: torch.device, emit: Emit) -> RunSettings:
-    """Take the probe; refuse ranks that compute other bits, unless the configuration allows them."""
+    """Take the probe; refuse ranks that compute different bits, unless the configuration allows them."""
     probe = dict(take_probe(device))
     if found := compare_probes(group, probe, config.group.mixed):
         emit(event("note", text=f"Unequal machines: {found}. Each weight is updated by one of them"))
     if operations := differing(probe, config.probe):
-        what = (
-            f"This machine computes {', '.join(operations)} otherwise than the one that this configuration comes from"
-        )
-        emit(event("note", text=what))
+        text = f"This machine computes {', '.join(operations)} differently from the one of this configuration"
+        emit(event("note", text=text))
     return config.model_copy(update={"probe": probe})
 
 
 def make_torch_deterministic(threads: int) -> None:
-    """Make torch give the same bits every time."""
+    """Make torch compute the same bits every time."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(threads)
-    # `use_deterministic_algorithms` does the same, but loads torch's compiler: 2 s and 70 MB a worker.
+    # `use_deterministic_algorithms` does the same, but loads torch's compiler: 2 s and 70 MB per worker.
     torch.set_deterministic_debug_mode("error")
-    # Nothing here reads what it has not written.
+    # Nothing here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 
 def choose_device(wanted: str, local_rank: int, emit: Emit) -> torch.device:
-    """The device of a rank (F-DP-004): `auto` falls back to the CPU and says so, a name is a promise."""
+    """Choose the device of a rank (F-DP-004): `auto` falls back to the CPU with a note, `cuda` does not."""
     if wanted != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)

@@ -1,8 +1,8 @@
-"""The server of a star in a process of its own: `StarProcess` starts it, `main` runs in it.
+"""The server of a star in a separate process: `StarProcess` starts it, `main` runs in it.
 
-The first line of its standard input is JSON with its credentials. Each further line is a generation and its number of
-ranks: it stops serving the generation before, and prints as JSON the address at which it serves this one, or why it
-cannot. It ends when its standard input ends.
+The first line of its standard input is JSON with its credentials. Each further line is a generation and its world size.
+The server then stops serving the previous generation, and prints as JSON the address at which it serves this one, or
+why it cannot. It ends when its standard input ends.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ ANSWER_SECONDS = 2.0
 
 
 class StarProcess:
-    """Serves one generation after the other; a process that has died is replaced."""
+    """Starts the server and makes it serve one generation after the other; a process that has died is replaced."""
 
     def __init__(self, host: str, timeout: float, credentials: Credentials) -> None:
         self.host, self.timeout, self.credentials = host, timeout, credentials
@@ -37,23 +37,18 @@ class StarProcess:
         command = [sys.executable, "-m", "andon.cluster.star_process", self.host, str(self.timeout)]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
-        tls = self.credentials.tls
-        told = {
-            "token": self.credentials.token,
-            "secret": self.credentials.secret.hex(),
-            "tls": asdict(tls) if tls else None,
-        }
-        _tell(process, told)
+        token, secret, tls = self.credentials.token, self.credentials.secret.hex(), self.credentials.tls
+        _send(process, {"token": token, "secret": secret, "tls": asdict(tls) if tls else None})
         assert process.stdout is not None
-        process.stdout.readline()  # until it has loaded torch: later answers must be quick
+        process.stdout.readline()  # wait until it has loaded torch: later answers must be quick
         return process
 
     def serve(self, generation: int, world_size: int) -> tuple[str, int]:
-        """Serve a generation of so many ranks; the server's host and port."""
+        """Serve a generation; returns the server's host and port."""
         if self._process.poll() is not None:
             self.close()
             self._process = self._start()
-        _tell(self._process, [generation, world_size])
+        _send(self._process, [generation, world_size])
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_SECONDS)
         line = self._process.stdout.readline() if ready else ""
@@ -69,9 +64,9 @@ class StarProcess:
         self._process.communicate()
 
 
-def _tell(process: subprocess.Popen[str], value: Any) -> None:
+def _send(process: subprocess.Popen[str], value: Any) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # whoever reads its answer learns that it has ended
+    with contextlib.suppress(BrokenPipeError):  # the missing answer shows that it has ended
         print(json.dumps(value), file=process.stdin, flush=True)
 
 
@@ -79,21 +74,21 @@ def _tell(process: subprocess.Popen[str], value: Any) -> None:
 def star_process(
     host: str, world_size: int, timeout: float, credentials: Credentials, generation: int = 0
 ) -> Iterator[tuple[str, int]]:
-    """Run the server of one generation for as long as the context lasts; its host and port."""
+    """Run the server of one generation while the context lasts; yields its host and port."""
     with contextlib.closing(StarProcess(host, timeout, credentials)) as process:
         yield process.serve(generation, world_size)
 
 
 def main(host: str, timeout: float) -> None:
-    """Serve each generation that standard input names, until it ends."""
+    """Serve each generation that standard input names, until standard input ends."""
     from andon.transport.tcp.star_server import StarServer
 
     # A batch system signals every process; the workers need this one until they have saved.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    told = json.loads(sys.stdin.readline())
-    tls = Tls(**told["tls"]) if told["tls"] else None
-    credentials = Credentials(told["token"], tls, bytes.fromhex(told["secret"]))
+    given = json.loads(sys.stdin.readline())
+    tls = Tls(**given["tls"]) if given["tls"] else None
+    credentials = Credentials(given["token"], tls, bytes.fromhex(given["secret"]))
     server: StarServer | None = None
     print(flush=True)
     for line in sys.stdin:
@@ -112,7 +107,7 @@ def main(host: str, timeout: float) -> None:
 
 
 def _serve(server: Any) -> None:
-    with contextlib.suppress(GroupError, OSError):  # the ranks and the coordinator say what happened
+    with contextlib.suppress(GroupError, OSError):  # the ranks and the coordinator report what happened
         server.serve()
 
 

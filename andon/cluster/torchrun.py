@@ -1,7 +1,7 @@
-"""Under torchrun (or anything that sets RANK, WORLD_SIZE and MASTER_ADDR): this process is one rank.
+"""Training under torchrun, or anything that sets RANK, WORLD_SIZE and MASTER_ADDR: this process is one rank.
 
-There is no coordinator: the store of the process group is the rendezvous, and rank 0 locks the run's folder
-and records the events.
+There is no coordinator: the store of the process group is the rendezvous, and rank 0 locks the run's folder and records
+the events.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from andon.cluster.bf16 import check_bf16
-from andon.cluster.kinds import prepare, settle
+from andon.cluster.kinds import prepare, resolve_steps
 from andon.cluster.launch import absolute, recording, run_folder
-from andon.cluster.session import Surroundings, choose_device, make_torch_deterministic, open_configured, train
+from andon.cluster.session import Hooks, choose_device, make_torch_deterministic, open_configured, train
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
 from andon.config.load import validate
@@ -34,11 +34,12 @@ from andon.transport.torch_dist import StoreRendezvous, gloo_at
 
 
 def run(config: RunSettings, resume: str, console: Console) -> int:
-    """Train as the rank that the environment names; gives the exit code."""
+    """Train as the rank that the environment names; returns the exit code."""
     rank, world_size, local_rank = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     _number("MASTER_PORT")
     quiet = console if rank == 0 else Console(quiet=True)
-    config = settle(with_workers(absolute(config), world_size).with_transport("torch"), quiet)
+    config = validate({**absolute(config).model_dump(), "workers": world_size}, type(config))
+    config = resolve_steps(config.with_transport("torch"), quiet)
     check_bf16(config)
     make_torch_deterministic(config.threads)
     stop = threading.Event()
@@ -55,7 +56,7 @@ def run(config: RunSettings, resume: str, console: Console) -> int:
         group = stack.enter_context(open_configured(config, rendezvous, settings))
         found, recorder = None, None
         emit: Emit = no_event
-        # Every byte of the checkpoint is verified here, which may take longer than the group's timeout.
+        # This verifies every byte of the checkpoint, which may take longer than the group's timeout.
         held = while_others_wait(group, lambda: stack.enter_context(run_folder(config, resume, console)))
         if held:
             folder, found = held
@@ -66,8 +67,8 @@ def run(config: RunSettings, resume: str, console: Console) -> int:
             emit(event("worker", rank=each, pid=int(pid), host=name))
         checkpoint = workers[0][2]
         try:
-            around = Surroundings(emit, stop.is_set, local_rank)
-            stopped = train(config, data, group, Path(checkpoint) if checkpoint else None, around)
+            hooks = Hooks(emit, stop.is_set, local_rank)
+            stopped = train(config, data, group, Path(checkpoint) if checkpoint else None, hooks)
         except JidokaHalt:
             return EXIT_HALTED
     if recorder and recorder.failure:
@@ -75,28 +76,23 @@ def run(config: RunSettings, resume: str, console: Console) -> int:
     return EXIT_STOPPED if stopped else 0
 
 
-def with_workers(config: RunSettings, workers: int) -> RunSettings:
-    """The configuration with as many workers as the launcher has started."""
-    return validate({**config.model_dump(), "workers": workers}, type(config))
-
-
 def _number(name: str) -> int:
-    """A number that a launcher has put into the environment."""
+    """Read a number that the launcher has put into the environment."""
     value = os.environ.get(name, "0" if name == "LOCAL_RANK" else "")
     if not value.isdecimal():
         cause = f"{name} is {value!r}" if value else f"{name} is not set"
-        remedy = "Start it with torchrun, or unset RANK and WORLD_SIZE to train without"
+        remedy = "Start it with torchrun, or unset RANK and WORLD_SIZE to train without it"
         raise UserError("The environment of torchrun is not complete", cause, remedy)
     return int(value)
 
 
 def own_address() -> str:
-    """The address of this machine on the way to rank 0, which the other ranks can reach."""
+    """This machine's address on the route to rank 0, at which the other ranks reach it."""
     master = os.environ["MASTER_ADDR"]
     try:
         family, _, _, _, place = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing: it only chooses the way
+            probe.connect(place)  # sends nothing: it only chooses the route
             address = str(probe.getsockname()[0])
     except OSError as error:
         remedy = "Give torchrun --master-addr with an address of rank 0's machine that all machines reach"
@@ -105,12 +101,12 @@ def own_address() -> str:
     if several and "LOCAL_WORLD_SIZE" in os.environ and is_loopback(address):
         cause = f"MASTER_ADDR {master} leads to {address}, which other machines cannot reach"
         remedy = "Give torchrun --master-addr with an address of rank 0's machine on the network"
-        raise UserError("The ranks are on several machines, and would not find this one", cause, remedy)
+        raise UserError("The ranks on other machines cannot reach this one", cause, remedy)
     return address
 
 
 def _settings(config: RunSettings, rendezvous: StoreRendezvous, host: str, stack: contextlib.ExitStack) -> Settings:
-    """What the transport needs: keys from ANDON_TOKEN, and for a star a server at rank 0."""
+    """The settings of the transport: keys from ANDON_TOKEN, and for a star a server at rank 0."""
     token = os.environ.pop(VARIABLE, "")
     settings = Settings(config.group.timeout, config.group.wire, host, config.group.server_address)
     transport = TRANSPORTS[config.group.transport]
@@ -130,6 +126,6 @@ def _settings(config: RunSettings, rendezvous: StoreRendezvous, host: str, stack
         mine = ("", 0)
         if rank == 0:
             mine = stack.enter_context(star_process(host, size, config.group.timeout, credentials, generation))
-        place = rendezvous.exchange("star server", f"{mine[0]} {mine[1]}")[0].split()
-        server = (place[0], int(place[1]))
+        address, port = rendezvous.exchange("star server", f"{mine[0]} {mine[1]}")[0].split()
+        server = (address, int(port))
     return replace(settings, keys=keys, server=server)

@@ -21,7 +21,8 @@ from andon.cluster.signals import save_on_signal
 from andon.config.schema import RunSettings
 from andon.control.link import Message
 from andon.control.token import token_of_worker
-from andon.control.worker.client import CoordinatorClient, log
+from andon.control.worker.client import CoordinatorClient
+from andon.control.worker.exit import log
 from andon.control.worker.join import join
 from andon.data.build import Prepared, find, open_sound, receive
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
@@ -31,16 +32,12 @@ from andon.run.records.folder import read_mark
 from andon.transport.base import SOMEONE, Group, GroupError, ProtocolError
 from andon.transport.tcp.entrance.tls import Tls
 
-if TYPE_CHECKING:  # torch is loaded when a worker trains, and not before
+if TYPE_CHECKING:  # torch is imported only when the worker trains
     from andon.cluster.session import Session
     from andon.engine.trainer import Trainer
 
-IMPORT_SECONDS = 120.0  # that loading torch may take, from a slow disk
+IMPORT_SECONDS = 120.0  # importing torch from a slow disk may take this long
 START_AGAIN = "Run the same command again: it resumes from the newest checkpoint"
-
-
-def _silent(text: str) -> None:
-    """Say nothing: the launcher speaks for its workers."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +46,29 @@ class Access:
 
     token: str
     rank: int | None = None
-    """The rank that it wants."""
+    """The rank that it asks for."""
     tls: Tls | None = None
     folder: Path | None = None
-    """The only folder in which the run may write; None: its own launcher's worker, which may write anywhere."""
+    """The only folder in which the run may write; None: a launcher's own worker, which may write anywhere."""
     patience: float = 0.0
     """Seconds to wait for the coordinator."""
-    say: Callable[[str], None] = _silent
+    notify: Callable[[str], None] = lambda text: None
+    """Shows a line to the user; the launcher does that for its own workers."""
 
 
 def work(address: tuple[str, int], access: Access) -> int:
-    """Join the coordinator at an address and train as one rank of its run; gives the exit code."""
-    job, client = join(address, access.token, access.rank, access.tls, access.patience, access.say)
+    """Join the coordinator at an address and train as one rank of its run; returns the exit code."""
+    job, client = join(address, access.token, access.rank, access.tls, access.patience, access.notify)
     try:
         config, data = _prepare(job, client, access)
-        # What a worker that joins a run needs is built before the others wait for it.
+        # A worker that joins a running run builds everything before the others wait for it.
         session = _load(config, data, client, job) if job.get("joins") else None
         client.folder_mark = partial(read_mark, config.run.dir)
         client.enter({"data": data.digest, "folder": client.folder_mark()})
-        who = f"Rank {client.rank} of {client.world_size}" if client.rank >= 0 else "Ready"
-        access.say(f"{who}; waiting until all have joined")
+        status = f"Rank {client.rank} of {client.world_size}" if client.rank >= 0 else "Ready"
+        access.notify(f"{status}; waiting until all have joined")
         if not client.wait_for_generation():
-            access.say("The coordinator stopped before the run began")
+            access.notify("The coordinator stopped before the run began")
             client.leave(EXIT_STOPPED)
             return EXIT_STOPPED
     except UserError as error:
@@ -80,7 +78,7 @@ def work(address: tuple[str, int], access: Access) -> int:
     except GroupError:
         client.close()
         raise
-    access.say(f"Training with {', '.join(f'rank {rank} on {host}' for rank, host in enumerate(client.hosts))}")
+    access.notify(f"Training with {', '.join(f'rank {rank} on {host}' for rank, host in enumerate(client.hosts))}")
     code = _train_and_report(config, data, job, client, access, session)
     client.leave(code)
     return code
@@ -94,7 +92,7 @@ def _train_and_report(
     access: Access,
     session: Session | None,
 ) -> int:
-    """Train as one rank; whatever ends it is told to the coordinator and written to the log."""
+    """Train as one rank; an error is reported to the coordinator and written to the log."""
     # A batch system, or a machine that shuts down, signals every process and not only the launcher.
     save_on_signal(client.stop.set)
     stopped = f"Rank {client.rank} on {socket.gethostname()} stopped"
@@ -117,7 +115,7 @@ def _train_and_report(
 
 
 def _with_host(text: str, client: CoordinatorClient) -> str:
-    """An error of the group that also names the host of the rank."""
+    """Add the host to the rank that an error of the group names."""
     for rank in range(client.world_size):
         if text.startswith(f"rank {rank} "):
             return client.name(rank) + text.removeprefix(f"rank {rank}")
@@ -125,18 +123,18 @@ def _with_host(text: str, client: CoordinatorClient) -> str:
 
 
 def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[RunSettings, Prepared]:
-    """The configuration as it holds here, and the data with the digest that the job names."""
+    """The configuration for this machine, and the data with the digest in the job."""
     try:
         config = read_config(job["config"])
         names = {name: job[name] for name in ("tokens", "resume", "log")}
     except (KeyError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ProtocolError(f"the coordinator sent a job that this Andon does not understand: {reason}") from None
+        raise ProtocolError(f"the coordinator sent a job that this version of Andon cannot read: {reason}") from None
     if not isinstance(names["tokens"], str) or not isinstance(names["resume"], str | None):
         raise ProtocolError("the coordinator sent a job without paths")
     if access.folder is None:
         return config, open_data(config, Path(job["tokens"]))
-    access.say(f"Joined: {config.model_name}, {config.train.steps:,} steps")
+    access.notify(f"Joined: {config.model_name}, {config.train.steps:,} steps")
     from andon.cluster.bf16 import check_bf16
 
     config = in_own_folder(config, access.folder)
@@ -144,18 +142,18 @@ def _prepare(job: Message, client: CoordinatorClient, access: Access) -> tuple[R
     cache, digest = config.data.cache, job["data"]
     open_folder = partial(open_data, config)
     if data := find(cache, digest, open_folder):
-        access.say(f"Data {digest[:16]}…: from the cache")
+        access.notify(f"Data {digest[:16]}…: from the cache")
     elif data := open_sound(Path(job["tokens"]), digest, open_folder):
-        access.say(f"Data {digest[:16]}…: from the coordinator's folder, which this machine sees")
+        access.notify(f"Data {digest[:16]}…: from the coordinator's folder, which this machine can read")
     else:
-        access.say(f"Data {digest[:16]}…: receiving it from the coordinator")
+        access.notify(f"Data {digest[:16]}…: receiving it from the coordinator")
         data = receive(cache, digest, client.fetch, open_folder)
     return config, data
 
 
 def in_own_folder(config: RunSettings, folder: Path) -> RunSettings:
-    """The configuration with the cache of this user, and a run's folder that is the coordinator's only if it lies in
-    the folder that this worker's user chose."""
+    """The configuration with this user's cache, and with the coordinator's run folder only if it is inside the folder
+    that this worker's user chose."""
     folder = folder.resolve()
     wanted = config.run.dir.resolve()
     place = wanted if wanted.is_relative_to(folder) else folder / "runs" / wanted.name
@@ -163,15 +161,15 @@ def in_own_folder(config: RunSettings, folder: Path) -> RunSettings:
 
 
 def _load(config: RunSettings, data: Prepared, client: CoordinatorClient, job: Message) -> Session:
-    """A session; torch is loaded here and not before."""
+    """Import torch and make a session."""
     if warning := choose_kernels(config.numerics):
         log(f"rank {client.rank}: {warning}")
         if client.rank >= 0:
             client.emit(event("note", text=f"rank {client.rank}: {warning}"))
     with client.may_be_silent(IMPORT_SECONDS):
-        from andon.cluster.session import Session, Surroundings, make_torch_deterministic
+        from andon.cluster.session import Hooks, Session, make_torch_deterministic
 
-        with contextlib.suppress(ImportError):  # whoever needs them says which are missing
+        with contextlib.suppress(ImportError):  # their first use reports which one is missing
             for module in libraries(config):
                 import_module(module)
 
@@ -179,10 +177,10 @@ def _load(config: RunSettings, data: Prepared, client: CoordinatorClient, job: M
         times = trainer.model.phases
         client.compute_ms = lambda: times.last.get("forward", 0.0) + times.last.get("backward", 0.0)
 
-    changes = (client.change.is_set, client.shrink.is_set)
-    around = Surroundings(client.emit, client.stop.is_set, client.local_rank, built, *changes, client)
+    requests = (client.change.is_set, client.shrink.is_set)
+    hooks = Hooks(client.emit, client.stop.is_set, client.local_rank, built, *requests, client)
     make_torch_deterministic(config.threads)
-    session = Session(config, data, around)
+    session = Session(config, data, hooks)
     if job.get("joins"):
         session.prepare(job.get("probe", {}), job.get("frozen", ""))
     return session
@@ -191,7 +189,7 @@ def _load(config: RunSettings, data: Prepared, client: CoordinatorClient, job: M
 def _train(session: Session, job: Message, client: CoordinatorClient, access: Access) -> int:
     """Train as one rank of one generation after another."""
     from andon.cluster.session import open_configured
-    from andon.cluster.torch_store import ControlStore
+    from andon.control.worker.torch_store import ControlStore
     from andon.engine.membership import MembersChange
     from andon.integrity.halt import JidokaHalt
     from andon.transport.base import Settings
@@ -220,7 +218,7 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
             log(str(halt))
             return EXIT_HALTED
         except MembersChange:
-            why, error = "somebody joins", None
+            why, error = "a worker joins or leaves", None
         except GroupError as failure:
             if not client.goes_on or isinstance(failure, ProtocolError):
                 raise
@@ -235,21 +233,18 @@ def _train(session: Session, job: Message, client: CoordinatorClient, access: Ac
 
 @contextlib.contextmanager
 def _leaving(session: Session, group: Group) -> Iterator[None]:
-    """Whatever ends a generation, the threads that use its group end before the group is left."""
+    """When a generation ends with an error, stop the threads that use its group before the group is left."""
     try:
         yield
-    except GroupError as error:
-        lost = getattr(error, "rank", SOMEONE)
-        group.abort(lost, "the generation has ended")
-        session.part()
-        raise
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, GroupError):
+            group.abort(getattr(error, "rank", SOMEONE), "the generation has ended")
         session.part()
         raise
 
 
 def _server(client: CoordinatorClient) -> tuple[str, int] | None:
-    """The address of a star's server: if it listens everywhere, then also where the coordinator is."""
+    """The address of a star's server; if it listens at every address, that of the coordinator."""
     if not client.server:
         return None
     host, port = client.server
@@ -257,7 +252,7 @@ def _server(client: CoordinatorClient) -> tuple[str, int] | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One worker of `andon train`; its arguments are the coordinator's host and port, and the rank."""
+    """Run one worker of `andon train`; the arguments are the coordinator's host and port, and the rank."""
     faulthandler.enable()
     host, port, rank = arguments
     return work((host, int(port)), Access(token_of_worker(None), int(rank)))

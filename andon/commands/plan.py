@@ -17,7 +17,7 @@ from andon.run.screen.terminal import human_bytes
 
 def main(config: RunSettings, as_json: bool, console: Console) -> None:
     """`andon plan`: the plan, then what each setting would change."""
-    config = kinds.settle(config.on_this_machine(), Console(quiet=True) if as_json else console)
+    config = kinds.resolve_steps(config.on_this_machine(), Console(quiet=True) if as_json else console)
     make = kinds.planner(config)
     plan, others = make(config), changes(config, make)
     if as_json:

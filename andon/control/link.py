@@ -1,19 +1,20 @@
 """The control link: JSON messages between the coordinator and a worker, after both have proved that they know the
 run's token (`andon.transport.tcp.entrance.handshake`).
 
-One frame per message (tag 0x10, then a JSON object with its `kind`); bytes of a file are a frame of their own (tag
-0x11). The dialogue:
+One frame per message: tag 0x10, then a JSON object with its `kind`. A piece of a file is a frame with tag 0x11 and the
+bytes. The dialogue:
   worker       hello    "here I am: this version, host, machine and process"
   coordinator  job      "this is the whole configuration, and the digest of the data"
   worker       again    "you have come back, or I have: I am this rank of this generation"   (instead of hello)
   worker       fetch    "I have no data with this digest: send it"
   coordinator  file     "a file of this name and size follows"   (with size -1: that was the last one)
   worker       ready    "I have data with this digest"
-  coordinator  welcome  "you will be this rank of so many"   (rank -1: you will know when the next generation begins;
-                        or refused, with the reason, at any point before)
-  coordinator  begin    "this generation begins: you are this rank of so many, these are the hosts of all ranks, your
-                        address, the keys of your links and the star's server; the ledger has recorded this step,
-                        and others may have the run's state (later)"
+  coordinator  welcome  "you will be this rank, in a world of this size"   (rank -1: you get your rank when the next
+                        generation begins)
+  coordinator  refused  "you cannot take part, for this reason"   (at any time before the worker has a rank)
+  coordinator  begin    "this generation begins: this is your rank, the world size, the hosts of all ranks, your
+                        address, the keys of your links and the star's server; the ledger has recorded this step;
+                        this is not the first generation (later), so another rank may have the run's state"
   worker       value    "my value for this topic of the rendezvous is …"  (addresses, when a group is formed)
   coordinator  values   "these are everyone's values, by rank"
   worker       store    "set, get, check or add to a key of torch's store"
@@ -22,17 +23,17 @@ One frame per message (tag 0x10, then a JSON object with its `kind`); bytes of a
   worker       failed   "I must stop, and this is why"
   worker       commit   "these steps are committed" (see andon.run.records.ledger)
   worker       back     "this generation goes on from the checkpoint of this step"
-  coordinator  lost     "this rank is dead"
-  coordinator  change   "somebody waits to join, or so many of you are released: leave the group after this step"
+  coordinator  lost     "this rank is lost, for this reason"
+  coordinator  change   "a worker waits to join, or this number of you is released: leave the group after this step"
   worker       part     "I have left the group of this generation, because of this (and of this rank, if it failed),
                         and wait for the next one"
-  coordinator  end      "there will be no next one" (or, for a worker that is not wanted any more: none with you)
+  coordinator  end      "there is no next one" (or, for a worker that is released: it begins without you)
   coordinator  stop     "save and leave after this step"
   worker       bye      "I am done, with this exit code"
-  both         alive    "I am here"   (every second; a worker adds what its last step took, and for how many seconds
-                        it may be silent, because it loads a library that stops all its threads)
+  both         alive    "I am here"   (every second; a worker adds how long its last step took, and for how many seconds
+                        it may be silent, because it loads a library that blocks all its threads)
 
-A link is never waited for: what is sent waits in a queue of limited size until the peer takes it.
+Sending never blocks: messages wait in a queue of limited size until the peer reads them.
 """
 
 import json
@@ -48,28 +49,25 @@ from andon.transport.tcp.frames import LENGTH, payload_length
 
 TAG: Final = 0x10
 FILE_TAG: Final = 0x11
-LONGEST: Final = 1 << 20
-"""Bytes of one message."""
-MOST_WAITING: Final = 8 << 20
-"""Bytes that may wait for a peer that does not read."""
+MAX_MESSAGE_BYTES: Final = 1 << 20
+MAX_WAITING_BYTES: Final = 8 << 20
+"""Bytes that may wait for a peer that does not read; with more it is dropped."""
 HEARTBEAT: Final = 1.0
-"""Seconds between signs of life."""
+"""Seconds between `alive` messages."""
 DEAD_AFTER: Final = 5.0
 """Seconds of silence after which a peer counts as dead."""
-LONGEST_SILENCE: Final = 300.0
-"""Seconds of silence that a worker may ask for."""
-CHUNK: Final = 1 << 16
+MAX_SILENCE_SECONDS: Final = 300.0
+"""The longest silence that a worker may announce."""
+READ_BYTES: Final = 1 << 16
 
 Message = dict[str, Any]
 Fields = dict[str, type | tuple[type, ...]]
 MAYBE_INT: Final = (int, type(None))
+IDENTITY: Final[Fields] = {"version": str, "host": str, "machine": str, "pid": int, "rank": MAYBE_INT}
 FROM_WORKER: Final[dict[str, Fields]] = {
     "alive": {},
-    "hello": {"version": str, "host": str, "machine": str, "pid": int, "rank": MAYBE_INT},
-    "again": {
-        **{"version": str, "host": str, "machine": str, "pid": int, "rank": MAYBE_INT},
-        **{"generation": int, "member": int, "folder": str},
-    },
+    "hello": IDENTITY,
+    "again": {**IDENTITY, "generation": int, "member": int, "folder": str},
     "fetch": {},
     "ready": {"data": str, "folder": str},
     "value": {"topic": str, "value": str},
@@ -88,8 +86,16 @@ FROM_COORDINATOR: Final[dict[str, Fields]] = {
     "refused": {"reason": str},
     "welcome": {"rank": int, "world_size": int},
     "begin": {
-        **{"generation": int, "rank": int, "world_size": int, "recorded": int, "later": int},
-        **{"hosts": list, "host": str, "local_rank": int, "keys": dict, "server": (list, type(None))},
+        "generation": int,
+        "rank": int,
+        "world_size": int,
+        "recorded": int,
+        "later": int,
+        "hosts": list,
+        "host": str,
+        "local_rank": int,
+        "keys": dict,
+        "server": (list, type(None)),
     },
     "values": {"topic": str, "values": list},
     "stored": {"id": int, "value": str},
@@ -98,37 +104,38 @@ FROM_COORDINATOR: Final[dict[str, Fields]] = {
     "end": {"released": int},
     "stop": {},
 }
-"""What every message of a kind says."""
+"""The required fields of each kind of message."""
 
 
 class ControlLink:
-    """Messages over one connection; any thread may queue them, one thread reads and writes."""
+    """Messages over one connection; any thread may queue them, only the loop's thread reads and writes."""
 
     def __init__(self, sock: socket.socket, allowed: dict[str, Fields]) -> None:
         sock.setblocking(False)
         self.socket, self.allowed = sock, allowed
         self.local: str = plain_address(sock.getsockname()[0])
         self.remote: str = plain_address(sock.getpeername()[0])
-        self.heard = time.monotonic()
+        self.last_seen = time.monotonic()
+        """When the peer last sent something."""
         self.waiting = 0
-        """Bytes that were queued and not sent yet."""
+        """Bytes that are queued and not sent yet."""
         self._queue: deque[memoryview] = deque()
-        self._lock = threading.Lock()  # of the queue; never held while something is sent
+        self._lock = threading.Lock()  # of the queue; not held during a send
         self._received = bytearray()
 
     def queue(self, kind: str, **fields: Any) -> None:
-        """Send a message when the peer takes it."""
+        """Queue a message."""
         self.queue_frame(bytes([TAG]) + json.dumps({"kind": kind, **fields}).encode())
 
     def queue_frame(self, payload: bytes) -> None:
-        """Send a frame when the peer takes it."""
+        """Queue a frame."""
         data = LENGTH.pack(len(payload)) + payload
         with self._lock:
             self._queue.append(memoryview(data))
             self.waiting += len(data)
 
     def write(self) -> None:
-        """Send what the peer takes now; `ProtocolError` if it has not taken anything for too long."""
+        """Send as much of the queue as the peer takes now; `ProtocolError` if too much still waits."""
         while self._queue:
             data = self._queue[0]
             try:
@@ -141,22 +148,22 @@ class ControlLink:
                     self._queue.popleft()
                 else:
                     self._queue[0] = data[count:]
-        if self.waiting > MOST_WAITING:
+        if self.waiting > MAX_WAITING_BYTES:
             raise ProtocolError(f"it does not read: {self.waiting:,} bytes wait for it")
 
     def read(self) -> list[Message | bytes]:
-        """The messages that have arrived; bytes are part of a file."""
+        """Return the messages that have arrived; bytes are a piece of a file."""
         found: list[Message | bytes] = []
-        for _ in range(16):  # then others get their turn
+        for _ in range(16):  # then the other links get their turn
             try:
-                data = self.socket.recv(CHUNK)
+                data = self.socket.recv(READ_BYTES)
             except BlockingIOError:
                 break
             if not data:
                 if not found:
                     raise ConnectionError("its connection was closed")
                 break
-            self.heard = time.monotonic()
+            self.last_seen = time.monotonic()
             self._received += data
             found += self._whole_frames()
         return found
@@ -165,7 +172,7 @@ class ControlLink:
         found: list[Message | bytes] = []
         start, received = 0, self._received
         while len(received) - start >= LENGTH.size:
-            end = start + LENGTH.size + payload_length(received[start : start + LENGTH.size], LONGEST)
+            end = start + LENGTH.size + payload_length(received[start : start + LENGTH.size], MAX_MESSAGE_BYTES)
             if len(received) < end:
                 break
             found.append(self._decode(bytes(received[start + LENGTH.size : end])))
@@ -198,5 +205,5 @@ class ControlLink:
 
 
 def plain_address(address: str) -> str:
-    """An address as others can use it: a v4 address that an IPv6 socket shows is a v4 address."""
+    """An IPv4 address that an IPv6 socket shows as ::ffff:a.b.c.d, in its usual form; any other address unchanged."""
     return address.removeprefix("::ffff:") if "." in address else address

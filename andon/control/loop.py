@@ -1,8 +1,8 @@
-"""The loop: one thread that moves all control links of a process.
+"""The loop: one thread that reads and writes all control links of a process.
 
 It sends a heartbeat on every link once a second. A link is lost when its connection ends, when its peer has been silent
-for `DEAD_AFTER` seconds, or when it breaks the protocol. A loop that was itself asleep (a stopped process) has missed
-what was sent, and gives everyone another `DEAD_AFTER` seconds.
+for `DEAD_AFTER` seconds, or when the peer breaks the protocol. After the process itself was suspended, every peer gets
+another `DEAD_AFTER` seconds.
 """
 
 import selectors
@@ -16,49 +16,43 @@ from typing import Any, Final, Protocol
 from andon.control.link import DEAD_AFTER, HEARTBEAT, ControlLink, Message
 from andon.transport.base import ProtocolError
 
-TURN: Final = 0.2
-"""Seconds after which the thread looks for silent peers, if nothing else wakes it."""
+POLL_SECONDS: Final = 0.2
+"""How often the thread looks for silent peers, if nothing else wakes it."""
 DISMISS_SECONDS: Final = 1.0
-"""For so long a dismissed peer may read what was sent to it last, before its link is closed."""
+"""How long a dismissed peer may take to read its last message, before its link is closed."""
 
 
 class Owner(Protocol):
-    """Whom the loop tells; all of it in the loop's own thread."""
+    """What the loop calls, always in its own thread."""
 
     def on_message(self, link: ControlLink, message: Message | bytes) -> None:
         """A message has arrived."""
-        ...
 
     def on_lost(self, link: ControlLink, why: str) -> None:
-        """A link has ended; the loop has dropped it."""
-        ...
+        """A link is lost; the loop has dropped it."""
 
     def on_ready(self, data: Any) -> None:
-        """Something else that the owner has registered is ready."""
-        ...
+        """Something that the owner has registered with the selector is ready."""
 
     def on_tick(self) -> None:
         """Called about once a second, and after `wake`."""
-        ...
 
     def on_crash(self, error: Exception) -> None:
-        """The loop ends with an error of its own."""
-        ...
+        """The loop has failed and ends."""
 
     def status(self) -> Message:
-        """What a heartbeat says besides."""
-        ...
+        """Further fields of a heartbeat."""
 
 
 class Loop:
-    """Reads, writes and watches links in a thread of its own."""
+    """Reads, writes and watches links in a separate thread."""
 
     def __init__(self, owner: Owner, name: str) -> None:
         self.owner = owner
         self.selector = selectors.DefaultSelector()
         self.links: set[ControlLink] = set()
         self._dismissed: dict[ControlLink, float] = {}
-        """Links that nobody listens to any more, and until when they stay open."""
+        """Links that are no longer read, and when they are closed."""
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -71,13 +65,13 @@ class Loop:
         self._thread.start()
 
     def add(self, link: ControlLink) -> None:
-        """Move a link; in the loop's thread, or before `start`."""
+        """Take over a link; in the loop's thread, or before `start`."""
         self.links.add(link)
         self.selector.register(link.socket, selectors.EVENT_READ, link)
         self._read(link)  # TLS may have read ahead
 
     def drop(self, link: ControlLink) -> None:
-        """Close a link, after a last attempt to send what waits; in the loop's thread."""
+        """Close a link, after a last attempt to send its queue; in the loop's thread."""
         self._dismissed.pop(link, None)
         if link in self.links:
             self.links.remove(link)
@@ -87,17 +81,17 @@ class Loop:
             link.close()
 
     def dismiss(self, link: ControlLink) -> None:
-        """Close a link when its peer has, or soon: to close it on what the peer still sends could take from the peer
-        what was sent to it last. In the loop's thread."""
+        """Close a link when its peer does, or after `DISMISS_SECONDS`; in the loop's thread. If it were closed at once
+        while the peer still sends, the peer could lose the last message."""
         self._dismissed[link] = time.monotonic() + DISMISS_SECONDS
 
     def wake(self) -> None:
-        """Have the thread send what was queued; any thread, and any signal handler, may call it."""
-        with suppress(OSError):  # full: it will wake anyway; closed: it has ended
+        """Make the thread send what is queued; any thread and any signal handler may call it."""
+        with suppress(OSError):  # full: it wakes anyway; closed: it has ended
             self._wake.send(b"\0")
 
     def close(self, seconds: float = 2.0) -> None:
-        """End the thread, once what was queued is sent or the time is up; safe to call twice."""
+        """End the thread as soon as all queues are sent, or after `seconds`; safe to call twice."""
         until = time.monotonic() + seconds
         self.wake()
         while self._thread.is_alive() and any(link.waiting for link in list(self.links)) and time.monotonic() < until:
@@ -110,7 +104,7 @@ class Loop:
     def _run(self) -> None:
         try:
             self._move_links()
-        except Exception as error:  # nobody else would notice that this thread has ended
+        except Exception as error:  # nothing else notices that this thread has ended
             self.owner.on_crash(error)
             raise
         finally:
@@ -129,7 +123,7 @@ class Loop:
             if now >= next_heartbeat:
                 self._send_heartbeats()
                 next_heartbeat = now + HEARTBEAT
-            for key, events in self.selector.select(TURN):
+            for key, events in self.selector.select(POLL_SECONDS):
                 self._handle(key.data, events)
             for link in list(self.links):
                 self._write(link)
@@ -149,9 +143,9 @@ class Loop:
             if now > self._dismissed.get(link, now):
                 self.drop(link)
             elif was_asleep:
-                link.heard = now
-            elif now - link.heard > DEAD_AFTER:
-                self._lose(link, f"it has been silent for {now - link.heard:.1f} s")
+                link.last_seen = now
+            elif now - link.last_seen > DEAD_AFTER:
+                self._lose(link, f"it has been silent for {now - link.last_seen:.1f} s")
 
     def _send_heartbeats(self) -> None:
         for link in self.links:

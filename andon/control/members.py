@@ -1,4 +1,4 @@
-"""The members of a run: who has which rank, and where the others reach it."""
+"""The workers of a run as the coordinator knows them: identity, phase, rank, and the address for the other ranks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from andon.control.link import ControlLink, Message
 from andon.transport.tcp.connect import is_loopback
 
 Place = tuple[str, int | None]
-"""What is the same when a worker is started again: its host, and which of a launcher's workers it is."""
+"""A host, and a number among the workers of its launcher; a worker that is started again has the same place."""
 
 
 class Phase(Enum):
-    """How far a worker has come."""
+    """How far a worker has got."""
 
     KNOWN = "it knows the token"
     PREPARING = "it has the job and prepares its data"
@@ -38,52 +38,52 @@ class Worker:
     since_step: int = 0
     """The last committed step when it joined."""
     compute_ms: float = 0.0
-    """What the last step's forward and backward took."""
+    """How long forward and backward of its last step took."""
     begin: Message = field(default_factory=dict)
-    """What it was told of its generation."""
+    """The `begin` message of its generation."""
 
     def introduce(self, hello: Message) -> None:
-        """Take over what it says of itself."""
+        """Store the identity that it reports."""
         self.host, self.machine = hello["host"][:64], hello["machine"][:200]
         self.pid, self.wanted = hello["pid"], hello["rank"]
 
     @property
     def place(self) -> Place:
-        """Where it runs."""
+        """Its host, and its number there."""
         return self.host, self.wanted
 
     @property
     def process(self) -> tuple[str, int, int | None]:
-        """What is the same when it connects again."""
+        """Identifies its process when it connects again."""
         return self.machine, self.pid, self.wanted
 
     @property
     def name(self) -> str:
-        """As messages name it."""
+        """Its name in messages."""
         return f"rank {self.rank} on {self.host}" if self.rank >= 0 else f"a worker on {self.host or self.link.remote}"
 
 
 class Seat(NamedTuple):
-    """Where a worker sits: its rank, its place among the workers of its machine, its address for the others."""
+    """A worker's rank, its rank among the workers of its machine, and its address for the other ranks."""
 
     rank: int
     local_rank: int
     address: str
 
 
-def free_rank(taken: Iterable[int], world_size: int, worker: Worker, sees_folder: bool) -> int | None:
-    """A rank for a worker; only one that sees the run's folder can be rank 0, which writes the checkpoints."""
+def free_rank(taken: Iterable[int], world_size: int, worker: Worker) -> int | None:
+    """Choose a rank for a worker; only a worker that sees the run's folder can be rank 0, which writes checkpoints."""
     free = sorted(set(range(world_size)) - set(taken))
-    if not sees_folder:
+    if not worker.sees_folder:
         free = [rank for rank in free if rank]
     if worker.wanted in free:
         return worker.wanted
-    return free[0 if sees_folder else -1] if free else None
+    return free[0 if worker.sees_folder else -1] if free else None
 
 
 def seats(members: Iterable[Worker]) -> list[Seat]:
-    """Where everyone sits, by rank. A worker that came over the loopback of the coordinator's machine is reached, from
-    other machines, at the address at which those reached the coordinator."""
+    """The seats of all members, by rank. If some members are on other machines, a worker that connected over the
+    coordinator's loopback gets the address at which those machines reached the coordinator."""
     workers = sorted(members, key=lambda worker: worker.rank)
     outside = [worker.link.local for worker in workers if not is_loopback(worker.link.remote)]
     found = []

@@ -1,5 +1,5 @@
-"""The coordinator's small store: rendezvous values by topic, and the keys of torch's store. All of it is limited, so
-that no worker can make the coordinator grow."""
+"""The coordinator's small store: rendezvous values by topic, and the keys of torch's store. Their number and size are
+limited, so that no worker can exhaust the coordinator's memory."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,19 +12,19 @@ LONGEST_NAME: Final = 300
 LONGEST_VALUE: Final = 1 << 16
 MOST_BYTES: Final = 64 << 20
 ENTRY_BYTES: Final = 200
-"""What an entry takes besides its key and value."""
-LARGEST: Final = 1 << 62
+"""Memory of an entry in addition to its key and value."""
+LARGEST_NUMBER: Final = 1 << 62
 
 
 class Topics:
-    """Values that every rank gives for a topic, until all have given theirs."""
+    """Collects one value of every rank for each topic."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._values: dict[str, dict[int, str]] = {}
 
     def add(self, rank: int, topic: str, value: str) -> list[str] | None:
-        """Keep a rank's value; everyone's, by rank, once all have arrived."""
+        """Keep a rank's value; returns all values by rank once the last one has arrived."""
         _check_sizes(topic, value)
         if topic not in self._values and len(self._values) >= MOST_TOPICS:
             raise ProtocolError(f"it opened more than {MOST_TOPICS} topics")
@@ -37,7 +37,7 @@ class Topics:
 
 
 class KeyValues:
-    """Keys and values of torch's store; whoever asks for a key that is missing is answered when it is set."""
+    """The keys and values of torch's store; a `get` of a missing key is answered when the key is set."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -45,7 +45,7 @@ class KeyValues:
         self._bytes = 0
 
     def request(self, operation: str, key: str, value: str, answer: Callable[[str], None]) -> None:
-        """Do what a rank asks for, and answer it, at once or when the key is there."""
+        """Handle a request; `answer` is called with the result, at once or when the key is set."""
         _check_sizes(key, value)
         if operation == "set":
             self._set(key, value)
@@ -61,15 +61,15 @@ class KeyValues:
         elif operation == "add":
             answer(self._add(key, value))
         else:
-            raise ProtocolError("it asked the store for something that it cannot do")
+            raise ProtocolError("it asked the store for an operation that it cannot do")
 
     def _add(self, key: str, value: str) -> str:
         try:
             total = int(bytes.fromhex(self._values.get(key, "30"))) + int(value)
         except ValueError:
             raise ProtocolError("it added to a key that holds no number") from None
-        if abs(total) >= LARGEST:
-            raise ProtocolError("it added up more than a number holds")
+        if abs(total) >= LARGEST_NUMBER:
+            raise ProtocolError("it added up to more than a number holds")
         self._set(key, str(total).encode().hex())
         return str(total)
 

@@ -8,7 +8,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -25,67 +25,67 @@ SHORTEST: Final = 16
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a coordinator admits workers with: the run's token, certificates, and a secret of its own."""
+    """The run's token, the certificates, and a secret that only the coordinator and its servers know."""
 
     token: str
     tls: Tls | None = None
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
     def issue(self, rank: int, world_size: int, generation: int) -> LinkKeys:
-        """The keys that a rank is given; it seals them with the token."""
+        """The keys that a rank receives; it seals them with the token."""
         return LinkKeys.derive(self.secret, rank, world_size, generation)
 
 
 def new_token() -> str:
-    """A fresh token."""
+    """Make a random token."""
     return secrets.token_hex(32)
 
 
 def token_of_run(folder: Path) -> str:
-    """The token with which a coordinator admits workers: ANDON_TOKEN, or that in the run's folder, made if need be."""
+    """The token with which a coordinator admits workers: ANDON_TOKEN, or the run's file, which is made if missing."""
     if VARIABLE in os.environ:
         return checked(os.environ[VARIABLE], VARIABLE)
     path = folder / FILE
     if not path.exists():
-        # A worker may be waiting for the file: it appears with all of its text.
-        aside = folder / f".{FILE}.{os.getpid()}"
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        # A worker may be waiting for the file, so it must appear with its whole text.
+        temporary = folder / f".{FILE}.{os.getpid()}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(new_token() + "\n")
         with contextlib.suppress(FileExistsError):
-            os.link(aside, path)
-        aside.unlink()
+            os.link(temporary, path)
+        temporary.unlink()
     return read_token(path)
 
 
-def token_of_worker(file: Path | None, patience: float = 0.0, say: Callable[[str], None] = print) -> str:
-    """The token with which a worker joins: from a file, from ANDON_TOKEN, or typed in. A coordinator that starts later
-    has yet to make the file."""
+def token_of_worker(file: Path | None, patience: float = 0.0, notify: Callable[[str], None] = print) -> str:
+    """The token with which a worker joins: from a file, from ANDON_TOKEN, or typed in. Waits up to `patience` seconds
+    for the file, which the coordinator makes when it starts."""
     if file:
         until = time.monotonic() + patience
         if not file.exists() and patience:
-            say(f"Waiting up to {patience:.0f} s for the run's token {file}")
+            notify(f"Waiting up to {patience:.0f} s for the run's token {file}")
         while not file.exists() and time.monotonic() < until:
             time.sleep(0.2)
         return read_token(file)
     if VARIABLE in os.environ:
-        # Taken out, so that no process of this one's inherits it.
+        # Removed, so that no child process inherits it.
         return checked(os.environ.pop(VARIABLE), VARIABLE)
     if sys.stdin and sys.stdin.isatty():
-        return checked(getpass.getpass("The run's token: "), "what was typed")
+        return checked(getpass.getpass("The run's token: "), "The typed token")
     cause = "It is in the file `token` of the run's folder, on the coordinator's machine"
     remedy = f"Copy that file here and give --token-file FILE, or set {VARIABLE}"
     raise UserError("A worker needs the run's token", cause, remedy)
 
 
 def read_token(path: Path) -> str:
-    """The token in a file, which nobody but its owner may read."""
+    """Read a token from a file that only its owner may read."""
     try:
         with open(path, encoding="utf-8", opener=no_follow) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
-                cause = f"Its mode is {mode:04o}, so that others can join the run"
-                raise UserError(f"The token {path} can be read by others", cause, f"chmod 600 {path}")
+                cause = f"Its mode is {mode:04o}, so other users can join the run"
+                raise UserError(f"The token {path} can be read by other users", cause, f"chmod 600 {path}")
             return checked(file.read(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -93,16 +93,11 @@ def read_token(path: Path) -> str:
         raise UserError(f"The token {path} cannot be read", reason, remedy) from None
 
 
-def environment(token: str) -> Mapping[str, str]:
-    """How a launcher gives a token to its own children."""
-    return {VARIABLE: token}
-
-
 def checked(text: str, where: str) -> str:
-    """A token that nobody guesses."""
+    """Return a token without surrounding blanks; `UserError` if it is too easy to guess."""
     token = text.strip()
     if len(token) < SHORTEST or not token.isascii() or not token.isprintable():
-        cause = f"{where} has {len(token)} characters, or some that are not plain ASCII"
-        remedy = f"Use {SHORTEST} or more random ones: python -c 'import secrets; print(secrets.token_hex(32))'"
+        cause = f"{where} has {len(token)} characters, or some that are not printable ASCII"
+        remedy = f"Use {SHORTEST} or more random characters: python -c 'import secrets; print(secrets.token_hex(32))'"
         raise UserError("That token is too weak", cause, remedy)
     return token

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from andon.finetune.size import Sizes
 
 
-def settle(config: FinetuneConfig, console: Console) -> FinetuneConfig:
-    """The configuration with an absolute model folder, the context that the model allows, and the number of steps."""
+def resolve_steps(config: FinetuneConfig, console: Console) -> FinetuneConfig:
+    """Fill in the number of steps, the context that the model allows, and the absolute path of the model's folder."""
     base = Base(config.model)
     samples = prepare_samples(config, base)
     base.check_task(samples.task)
@@ -38,7 +38,7 @@ def settle(config: FinetuneConfig, console: Console) -> FinetuneConfig:
 
 
 def sizes_of(config: FinetuneConfig) -> Sizes:
-    """The sizes of a settled run; torch is needed from here on."""
+    """The sizes of a run whose steps are resolved; imports torch."""
     from andon.finetune.size import Sizes
 
     base = Base(config.model)
@@ -46,7 +46,7 @@ def sizes_of(config: FinetuneConfig) -> Sizes:
 
 
 def show_plan(console: Console, config: FinetuneConfig) -> None:
-    """Print the plan of a run whose steps are settled."""
+    """Print the plan of a run whose steps are resolved."""
     base = Base(config.model)
     samples, train, lora = prepare_samples(config, base), config.train, config.lora
     held_out = SampleBatches(samples, config).held_out

@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         "dead-nursery-is-asked",
         "Workers are not started again once the process that forks them has died.",
-        "cluster/nursery.py",
+        "cluster/fork_server.py",
         "        if self._process.poll() is not None:\n",
         "        if self._process.poll() == 0:\n",
         ("test_goes_on.py::test_workers_outlive_the_process_that_forked_them_and_others_are_forked_by_another",),
@@ -140,8 +140,8 @@ MUTANTS = [
     Mutant(
         "old-link-counts",
         "A member that comes back before its old link is found dead is refused.",
-        "control/coordinator.py",
-        "if known := self.succession.member_in(worker, generation):",
+        "control/admission.py",
+        "if known := self._succession.member_in(worker, generation):",
         "if known := None:",
         ("test_returns.py::test_members_are_known_before_their_old_links_are_found_dead",),
     ),
@@ -156,7 +156,7 @@ MUTANTS = [
     Mutant(
         "refused-unheard",
         "A refused worker's link is closed on what it still sends.",
-        "control/coordinator.py",
+        "control/admission.py",
         "self._loop.dismiss(worker.link)",
         "self._loop.drop(worker.link)",
         ("test_returns.py::test_another_process_is_refused_and_hears_why_whatever_it_sends",),

@@ -1,1 +1,1 @@
-"""Scripts of the users: `andon.init` and `andon run`."""
+"""Users' scripts: `andon.init` and `andon run`."""

@@ -1,7 +1,7 @@
-"""A script's worker of `andon run`: the group of each generation, and the way from one to the next.
+"""A worker of `andon run`: opens the group of each generation, and moves from one to the next.
 
-A worker that replaces another runs the script from its first line, alone, and becomes a member where the script's loop
-begins (`model.steps`): only then is it ready, and the others do not wait for it before.
+A worker that replaces a lost one runs the script from its first line, alone, and becomes a member where the script's
+loop begins (`model.steps`). Only then is it ready, so that the others do not wait for it before.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from andon.transport.local import LocalGroup
 
 
 class ScriptWorker:
-    """Opens the groups of one worker's generations."""
+    """Opens the groups of one worker, generation by generation."""
 
     def __init__(self, client: CoordinatorClient, settings: Settings, joins: bool) -> None:
         self.client, self.settings = client, settings
@@ -34,7 +34,7 @@ class ScriptWorker:
         return group
 
     def go_on(self, optimizer: Any, why: Exception | None) -> None:
-        """Leave the group, if there is one, and enter the next generation; `GroupError` if there will be none."""
+        """Leave the group, if there is one, and enter the next generation; `GroupError` if there is none."""
         client, group = self.client, self.group
         slots = optimizer.model.membership.order.slots
         while True:
@@ -43,7 +43,8 @@ class ScriptWorker:
                     group.abort(getattr(why, "rank", SOMEONE), "the generation has ended")
                 part_from_generation(optimizer)
                 group.leave()
-                begins = client.part(str(why or "somebody joins"), getattr(why, "rank", SOMEONE) if why else None)
+                lost = getattr(why, "rank", SOMEONE) if why else None
+                begins = client.part(str(why or "a worker joins or leaves"), lost)
             else:
                 client.enter({"data": "", "folder": ""})
                 begins = client.wait_for_generation()

@@ -1,4 +1,4 @@
-"""`andon.init`: the group of a process that runs a script of the user's own."""
+"""`andon.init`: opens the group of a process that runs a user's script."""
 
 import atexit
 import os
@@ -33,15 +33,16 @@ def init(
     wire: Wire = "f32",
     mixed: bool = False,
 ) -> Group:
-    """The group of this process; close it at the end.
+    """Open the group of this process; close it at the end.
 
-    Its other ranks are the workers of `andon run`, or those of torchrun or SLURM, or nobody. On one machine they
-    exchange through shared memory, otherwise (and on GPUs) through torch.distributed. torch is made deterministic, with
-    `threads` compute threads per worker, and all generators start from `seed`. `timeout` is how many seconds a rank may
-    make no progress; `wire` rounds gradients on their way; `mixed` lets machines that compute other bits train
-    together. `numerics` is what `andon run` says, or portable."""
-    launcher_says: Numerics = "native" if os.environ.get(NUMERICS) == "native" else "portable"
-    if warning := choose_kernels(numerics or launcher_says):
+    The other ranks are the workers of `andon run`, torchrun or SLURM; without them the process is alone. On one machine
+    the ranks exchange through shared memory, on several machines and on GPUs through torch.distributed. torch is made
+    deterministic, with `threads` compute threads per worker, and all random generators start from `seed`.
+
+    `timeout` is the number of seconds that a rank may make no progress. `numerics` is the setting of `andon run`, or
+    portable. `wire` is the type of gradients on the wire. `mixed` allows machines that compute different bits."""
+    default: Numerics = "native" if os.environ.get(NUMERICS) == "native" else "portable"
+    if warning := choose_kernels(numerics or default):
         warnings.warn(warning, RuntimeWarning, stacklevel=2)
     make_torch_deterministic(threads)
     random.seed(seed)
@@ -67,31 +68,31 @@ def _open(settings: Settings) -> Group:
 
 
 def _behave_as_under_andon_run(group: Group) -> None:
-    """Ctrl-C ends the script after a step, which is saved; what a user got wrong is shown without a traceback."""
+    """Let Ctrl-C end the script after a step, which is saved, and show errors of the user without a traceback."""
     in_a_shell = hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread()
-    ours = (signal.default_int_handler, signal.SIG_IGN)  # a job in the background ignores Ctrl-C
-    if in_a_shell or signal.getsignal(signal.SIGINT) not in ours:
+    defaults = (signal.default_int_handler, signal.SIG_IGN)  # a job in the background ignores Ctrl-C
+    if in_a_shell or signal.getsignal(signal.SIGINT) not in defaults:
         return
     stop, before = threading.Event(), sys.excepthook
 
-    def wish_to_stop() -> None:
+    def request_stop() -> None:
         stop.set()
         if group.rank == 0:
-            print("Stopping after this step. Once more quits at once.", file=sys.stderr, flush=True)
+            print("Stopping after this step. Ctrl-C again quits at once.", file=sys.stderr, flush=True)
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if show_without_traceback(error) is None:
             before(kind, error, trace)
 
     group.stop_wanted = stop.is_set
-    save_on_signal(wish_to_stop, signal.default_int_handler)
+    save_on_signal(request_stop, signal.default_int_handler)
     sys.excepthook = show
 
 
 def _open_torchrun(settings: Settings) -> Group:
-    """The ranks that torchrun (or SLURM) has started."""
+    """Open the group of the ranks that torchrun or SLURM has started."""
     here, opened_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), not dist.is_initialized()
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= here  # NCCL wants one for each rank
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= here  # NCCL needs one per rank
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if opened_here:
@@ -104,13 +105,13 @@ def _open_torchrun(settings: Settings) -> Group:
 
 
 def _read_slurm() -> None:
-    """Ranks that SLURM has started: say so as torchrun would. The address of rank 0 must be given."""
+    """Set the variables of torchrun from those of SLURM, if MASTER_ADDR names the address of rank 0."""
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ and "SLURM_PROCID" in os.environ:
         os.environ.update({name: os.environ[slurm] for name, slurm in names.items() if slurm in os.environ})
 
 
 def _close_at_exit(group: Group) -> None:
-    """A script that ends without `close` loses nothing; after an error the other ranks may be gone, so nobody waits."""
+    """Close the group of a script that did not; after an error do not wait for other ranks, which may be gone."""
     if getattr(sys, "last_value", None) is None or group.world_size == 1:
         group.close()

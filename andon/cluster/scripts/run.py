@@ -1,8 +1,9 @@
-"""`andon run`: a script of the user's own on several workers of this machine.
+"""`andon run`: a user's script on several workers of this machine.
 
-The launcher starts one process per worker and is their coordinator. A worker runs the script; where the script calls
-`andon.init`, it joins the coordinator, whose address is in the environment, and opens a group over shared memory. Rank
-0's output is the command's own, the other ranks write logs. Ctrl-C asks all workers to save and leave after the step.
+The launcher starts one process per worker and is their coordinator. A worker runs the script. When the script calls
+`andon.init`, the worker joins the coordinator, whose address is in the environment, and opens a group over shared
+memory. The output of rank 0 is shown, the other ranks write logs. Ctrl-C asks all workers to save and leave after the
+step.
 """
 
 import atexit
@@ -12,15 +13,14 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
-from andon.cluster.processes import Command, Process, Workers, execute, log_of
+from andon.cluster.processes import Process, Workers, execute, log_of
 from andon.cluster.signals import save_on_signal
 from andon.control.coordinator import Coordinator
 from andon.control.generations.succession import GoesOn
-from andon.control.token import Credentials, environment, new_token, token_of_worker
+from andon.control.token import VARIABLE, Credentials, new_token, token_of_worker
 from andon.control.worker.client import CoordinatorClient
 from andon.control.worker.join import join
 from andon.errors import EXIT_HALTED, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_USER_ERROR, UserError, harmless
@@ -35,63 +35,58 @@ from andon.transport.base import TRANSPORTS, GroupError, PeerLost, fastest_here
 ADDRESS = "ANDON_COORDINATOR"
 RANK = "ANDON_RANK"
 NUMERICS = "ANDON_NUMERICS"
-PATIENCE = 60.0  # seconds that a worker gets to leave its group when another one is lost
-RESTARTS = 100  # how many lost workers are started again, in all
+PATIENCE_SECONDS = 60.0  # time for a worker to leave its group when another one is lost
+RESTARTS = 100  # of lost workers, in all
 
 
 def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Numerics, console: Console) -> int:
-    """Run a script on `count` workers and wait for them; gives the exit code."""
+    """Run a script on `count` workers and wait for them; returns the exit code."""
     if not script.is_file():
         raise UserError(f"{script} is not a file", "`andon run` runs a Python script", "Check its path")
     logs = Path("runs") / script.stem / "logs"
-    workers: Workers | None = None
 
     def stop() -> None:
-        console.print("Stopping after this step. Once more quits at once.", style="yellow")
+        console.print("Stopping after this step. Ctrl-C again quits at once.", style="yellow")
         coordinator.stop()
-
-    def quit_now(number: int, frame: FrameType | None) -> None:
-        if workers is None:
-            raise KeyboardInterrupt
-        workers.quit()
 
     with contextlib.ExitStack() as stack:
         credentials = Credentials(new_token())
         logs.mkdir(parents=True, exist_ok=True)
         ledger = stack.enter_context(contextlib.closing(Ledger(logs.parent, 0)))
-        goes_on = GoesOn(1, PATIENCE, ledger, possible=TRANSPORTS[fastest_here(count)].goes_on)
+        goes_on = GoesOn(1, PATIENCE_SECONDS, ledger, possible=TRANSPORTS[fastest_here(count)].goes_on)
         job = {"data": "", "folder_mark": ""}
         coordinator = Coordinator(job, count, lambda event: show(event, console), credentials, goes_on=goes_on)
         stack.enter_context(contextlib.closing(coordinator))
-        save_on_signal(stop, quit_now)
         host, port = coordinator.address
-        own = {**environment(credentials.token), **kernels(numerics), NUMERICS: numerics, ADDRESS: f"{host}:{port}"}
+        environment = {VARIABLE: credentials.token, NUMERICS: numerics, ADDRESS: f"{host}:{port}"}
+        environment |= {"OMP_NUM_THREADS": "1", **kernels(numerics)}
 
         def start(rank: int, log: Path) -> Process:
             command = ["-m", "andon.cluster.scripts.run", str(script), *arguments]
-            return execute(Command(command, {**own, RANK: str(rank)}, shown=rank == 0), 1, log)
+            return execute(command, {**environment, RANK: str(rank)}, log if rank else None)
 
         for rank in range(count):
             log_of(logs, rank).unlink(missing_ok=True)
         workers = stack.enter_context(Workers(start, logs, RESTARTS))
+        save_on_signal(stop, workers.quit)
         workers.start(count)
         code = workers.wait(coordinator)
     if workers.was_quit:
         raise UserError(f"{script.name} was ended at once", "A second Ctrl-C", "What it saved before is intact")
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         what = f"{workers.first_failure} ended {script.name} with exit code {code}"
-        show_error(console, UserError(what, _last_words(workers, logs), f"Look at {logs}"))
+        show_error(console, UserError(what, _last_line(workers, logs), f"Look at {logs}"))
     return code
 
 
 def show(event: Event, console: Console) -> None:
-    """Say who was lost, and what becomes of the run."""
+    """Print losses and notes."""
     if event["event"] in ("lost", "note"):
         console.print(event["text"], style="dim", markup=False, soft_wrap=True)
 
 
-def _last_words(workers: Workers, logs: Path) -> str:
-    """The last line of the first failed worker's log; rank 0's words were on the terminal."""
+def _last_line(workers: Workers, logs: Path) -> str:
+    """The last line of the first failed worker's log; the output of rank 0 was on the terminal."""
     rank = workers.first_failed
     if rank:
         with contextlib.suppress(OSError):
@@ -101,7 +96,7 @@ def _last_words(workers: Workers, logs: Path) -> str:
 
 
 def join_launcher() -> tuple[CoordinatorClient, bool] | None:
-    """This process as a worker of `andon run`, and whether it joins a run that has begun; None if it is none."""
+    """Join the launcher of `andon run`; returns the client, and whether the run has begun. None without a launcher."""
     if ADDRESS not in os.environ:
         return None
     host, _, port = os.environ[ADDRESS].rpartition(":")
@@ -112,12 +107,12 @@ def join_launcher() -> tuple[CoordinatorClient, bool] | None:
         if not client.wait_for_generation():
             client.leave(EXIT_STOPPED)
             sys.exit(EXIT_STOPPED)
-    atexit.register(client.leave, 0)  # the launcher takes the exit code from the process itself
+    atexit.register(client.leave, 0)  # the launcher takes the exit code from the process
     return client, bool(job.get("joins"))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One worker of `andon run`: the script with its arguments, and the exit code of what ended it."""
+    """Run one worker of `andon run`: the script with its arguments; returns its exit code."""
     script, *rest = arguments
     name_process(f"andon-rank-{os.environ[RANK]}")
     sys.argv = [script, *rest]
@@ -132,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show_without_traceback(error: BaseException) -> int | None:
-    """Show what a user, a file or a peer got wrong, or a halt; the exit code. None: it is some other error."""
+    """Show a halt, or an error of the user, a file or a peer; returns the exit code, or None for any other error."""
     from andon.integrity.halt import JidokaHalt
 
     if isinstance(error, JidokaHalt):

@@ -1,1 +1,1 @@
-"""Generations: who takes part, and how one generation succeeds another."""
+"""Generations: which workers take part, and how one generation succeeds another."""

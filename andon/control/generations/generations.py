@@ -2,12 +2,12 @@
 
     waiting → member → parted → member …
 
-A worker that is ready *waits*. The first generation begins when as many wait as are *wanted*; all of them are its
-*members*. A member *parts* when it has left the group of its generation, because another member was lost or because
-somebody waits, and says so. When every member has parted or was lost, the next generation begins with those who parted
-and those who wait, if they are at least as many as the run *needs*. When fewer are wanted than take part, some are
-*released*: the members part, and the next generation begins without them. So nobody is a member of two generations at
-once, and a generation begins only when nobody can still commit a step of the one before.
+A worker that is ready *waits*. The first generation begins when as many workers wait as are *wanted*; all of them are
+its *members*. A member has *parted* when it has reported that it left the group of its generation, because another
+member was lost or because a worker waits. When every member has parted or is lost, the next generation begins with the
+parted and the waiting workers, if they are at least as many as the run *needs*. When fewer workers are wanted than take
+part, some are *released*: the members part, and the next generation begins without the released ones. So no worker is a
+member of two generations at once, and a generation begins only when no step of the previous one can still be committed.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ W = TypeVar("W", bound=Hashable)
 
 
 class Generations(Generic[W]):
-    """Who takes part in which generation."""
+    """The members of the current generation, and when the next one begins."""
 
     def __init__(self, wanted: int, needed: int = 1) -> None:
         self.wanted, self.needed = wanted, needed
         self.number = -1
-        """Of the generation that has begun last; -1: none has."""
+        """The generation that began last; -1: none has begun."""
         self.members: list[W] = []
-        """By rank; those who were lost since are no longer among them."""
+        """Ordered by rank, without those that were lost since."""
         self.parted: set[W] = set()
         self.waiting: list[W] = []
         self.released: set[W] = set()
         self.returning = False
-        """Whether members may still come back to a coordinator that was gone: until then no generation begins."""
+        """Whether members may still come back to a restarted coordinator; no generation begins in this time."""
         self.renew = False
-        """Whether the members should part, though nobody comes or goes."""
+        """Whether the members should part although no worker joins or leaves."""
         self.over = False
-        """Whether a member has left for good: then no other generation begins."""
+        """Whether a member has left for good; then no further generation begins."""
 
     @property
     def full(self) -> bool:
-        """Whether as many workers as are wanted take part or wait."""
+        """Whether as many workers take part or wait as are wanted."""
         return len(self.members) + len(self.waiting) >= self.wanted
 
     @property
     def change_is_due(self) -> bool:
-        """Whether the members should part after their step, because somebody waits who could take part, or is to go."""
+        """Whether the members should part after their step, because a worker waits to join or is released."""
         change = self.waiting or self.released or (self.renew and not self.returning)
         return bool(change) and not self.over and self.number >= 0
 
     def resize(self, wanted: int) -> None:
-        """From now on so many workers are wanted: the last ones are released if there are more."""
+        """Change the number of workers that are wanted; the last ones are released if there are more."""
         self.wanted = wanted
         self._release()
 
     def ready(self, worker: W) -> None:
-        """A worker could take part."""
+        """A worker is ready to take part."""
         if worker not in self.waiting and worker not in self.members:
             self.waiting.append(worker)
 
-    def come_back(self, worker: W, rank: int) -> None:
-        """A member of the current generation is here again."""
+    def come_back(self, worker: W) -> None:
+        """A member of the current generation has connected to a restarted coordinator."""
         self.number = max(self.number, 0)
-        self.members.insert(min(rank, len(self.members)), worker)
+        self.members.append(worker)
 
     def part(self, worker: W) -> None:
         """A member has left the group of the current generation and waits for the next one."""
@@ -69,15 +69,15 @@ class Generations(Generic[W]):
             self.parted.add(worker)
 
     def lose(self, worker: W) -> None:
-        """A worker is gone."""
+        """A worker is lost."""
         self.members = [member for member in self.members if member != worker]
         self.waiting = [each for each in self.waiting if each != worker]
         self.parted.discard(worker)
-        if self.released:  # one of them may stay in the place of the one who is lost
+        if self.released:  # a released worker may stay in place of the lost one
             self._release()
 
     def leave(self, worker: W) -> None:
-        """A member is done, or cannot go on: the run ends."""
+        """A member has finished or failed: the run ends."""
         self.over = self.over or worker in self.members
         self.lose(worker)
 
@@ -86,7 +86,7 @@ class Generations(Generic[W]):
         self.released = {worker for worker in too_many if worker in self.members}
 
     def next(self) -> list[W] | None:
-        """Begin the next generation, if it can; its members by rank: first those who have the run's state."""
+        """Begin the next generation if possible; returns its members by rank, first those that have the run's state."""
         if self.over or self.returning or len(self.parted) < len(self.members):
             return None
         together = [worker for worker in self.members + self.waiting if worker not in self.released]

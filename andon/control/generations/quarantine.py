@@ -1,4 +1,4 @@
-"""Quarantine: a place whose workers are lost again and again gets no other one."""
+"""Quarantine: no further worker is admitted from a place whose workers are lost again and again."""
 
 from collections import Counter
 
@@ -6,8 +6,8 @@ from andon.control.members import Place
 
 STRIKES = 3
 """Losses in a row after which a place is quarantined."""
-SETTLED = 10
-"""Committed steps after which a worker counts as sound: its loss is the first in a row."""
+SOUND_AFTER_STEPS = 10
+"""Committed steps after which a worker counts as sound: its loss is the first in a new row."""
 
 
 class Quarantine:
@@ -17,8 +17,8 @@ class Quarantine:
         self._strikes: Counter[Place] = Counter()
 
     def strike(self, place: Place, steps: int = 0) -> bool:
-        """A worker of a place was lost, after it has taken part in so many steps; whether that was once too often."""
-        self._strikes[place] = 1 if steps >= SETTLED else self._strikes[place] + 1
+        """Count the loss of a worker that took part in `steps` steps; whether its place is quarantined from now on."""
+        self._strikes[place] = 1 if steps >= SOUND_AFTER_STEPS else self._strikes[place] + 1
         return self._strikes[place] == STRIKES
 
     def __contains__(self, place: Place) -> bool:

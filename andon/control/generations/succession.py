@@ -1,8 +1,9 @@
-"""How one generation of a run succeeds another: the coordinator's part in it.
+"""How one generation of a run succeeds another, on the coordinator's side.
 
-`andon.control.generations.generations` decides who is in which generation. Here its decisions become messages: members
-are told that one of them is lost or that somebody waits; when all have parted, the next generation is written to the
-ledger, gets its keys and its server, and begins. A run that cannot go on without a rank has one generation.
+`andon.control.generations.generations` decides which workers are in which generation. This file sends the messages that
+follow: members learn that one of them is lost or that a worker waits. When all have parted, the next generation is
+written to the ledger, gets its keys and its server, and begins. A run that cannot go on without a rank has one
+generation.
 """
 
 import time
@@ -13,35 +14,35 @@ from typing import Any, Final
 from andon.control.generations.generations import Generations
 from andon.control.generations.quarantine import STRIKES, Quarantine
 from andon.control.link import Message
-from andon.control.members import Phase, Worker, seats
+from andon.control.members import Phase, Place, Worker, seats
 from andon.control.store import Topics
 from andon.control.token import Credentials
 from andon.run.records.events import Emit, Event, event
 from andon.run.records.ledger import Ledger, check_record
 from andon.transport.base import ProtocolError
 
-WITHOUT_PROGRESS: Final = 20
-"""Generations in a row that commit nothing, after which the run ends."""
+MAX_WITHOUT_PROGRESS: Final = 20
+"""The run ends after this number of generations in a row without a committed step."""
 MOST_SLOTS: Final = 1 << 16
 RETURN_SECONDS: Final = 5.0
-"""That the members of a generation get to come back, once one of them has."""
+"""How long the other members of a generation get to come back to a restarted coordinator after the first one has."""
 
 
 @dataclass(frozen=True)
 class GoesOn:
-    """What a run needs in order to go on when its members change, and to keep its books."""
+    """What a run needs to go on when its members change: limits, the ledger, a server."""
 
     least: int
-    """The number of workers without which it waits."""
+    """With fewer workers than this the run waits for more."""
     patience: float
-    """Seconds that a member gets to leave its group when another one is lost."""
+    """Seconds that a member gets to leave its group after another one has."""
     ledger: Ledger
     server: Callable[[int, int], tuple[str, int] | None] = lambda generation, world_size: None
-    """Has a star's server serve a generation of so many; its address."""
-    told_step: Callable[[], int] = lambda: -1
-    """The newest step that the events of the run tell of, if the coordinator has come back."""
+    """Makes a star's server serve a generation of this world size; returns the server's address."""
+    reported_step: Callable[[], int] = lambda: -1
+    """Reads the newest step in the recorded events, for a restarted coordinator."""
     possible: bool = True
-    """Whether its transport can go on: otherwise there is the ledger, but only one generation."""
+    """Whether the transport allows it; if not, the run has one generation, and a ledger."""
 
 
 class Succession:
@@ -55,18 +56,20 @@ class Succession:
         self.topics = Topics(wanted)
         self.quarantine = Quarantine()
         self.processes: set[int] = set()
-        """Those of the last generation."""
+        """The process ids of the last generation."""
         self.impossible = ""
-        """Why the run cannot go on, if it cannot."""
-        self.told_step = -1
-        """The newest step that events tell of."""
+        """Why the run cannot go on; empty if it can."""
+        self.reported_step = -1
+        """The newest step in the events."""
+        self.stopping = False
+        """Whether the workers were asked to save and leave."""
         self._first = self.ledger.generation + 1 if self.ledger else 0
         self._parting_since = float("inf")
-        self._begun_at, self._without_progress, self._return_by = -1, 0, float("inf")
-        self._unsaid: dict[int, Event] = {}
-        """Losses, by rank, that nobody was told of yet."""
-        self._seen: dict[int, str] = {}
-        """By lost rank: what the first survivor has said of it."""
+        self._recorded_before, self._without_progress, self._return_by = -1, 0, float("inf")
+        self._unreported_losses: dict[int, Event] = {}
+        """By rank: events that wait for a survivor's reason."""
+        self._survivor_reasons: dict[int, str] = {}
+        """By lost rank: the reason that the first survivor has sent."""
 
     @property
     def begun(self) -> bool:
@@ -74,22 +77,22 @@ class Succession:
         return self.generations.number >= 0
 
     def come_back(self, worker: Worker, generation: int, rank: int) -> bool:
-        """A worker says that it is a member of a generation; whether that is the last one, and it takes part again.
+        """Take back a worker that claims a rank of a generation; False if that is not the last one, or it is taken.
 
-        To a new coordinator all members come back, and then part: the next generation has the keys, the server and the
-        folder of this coordinator."""
+        All members come back to a restarted coordinator, and then part: only the next generation has the keys, the
+        server and the folder of this coordinator."""
         generations = self.generations
         if not self.goes_on or not self.ledger or self.over or generation != self.ledger.generation:
             return False
         if any(member.rank == rank for member in generations.members) or not 0 <= rank < len(self.ledger.hosts):
             return False
         if not self.begun:
-            self._first, generations.renew, self.told_step = generation, True, self.goes_on.told_step()
+            self._first, generations.renew, self.reported_step = generation, True, self.goes_on.reported_step()
         if not generations.members:
             generations.returning, self._return_by = True, time.monotonic() + RETURN_SECONDS
             self._emit(event("note", text=f"Workers of generation {generation} come back"))
-        generations.come_back(worker, rank)
         worker.phase, worker.rank = Phase.MEMBER, rank
+        generations.come_back(worker)
         generations.members.sort(key=lambda member: member.rank)
         self.processes.add(worker.pid)
         if len(generations.members) == len(self.ledger.hosts):
@@ -98,56 +101,55 @@ class Succession:
         return True
 
     def member_in(self, worker: Worker, generation: int) -> Worker | None:
-        """The member that is the same process; it knows this generation, or has not heard yet of the one after it."""
+        """The member that is the same process as a worker whose last `begin` was of this generation."""
         if not self.ledger or generation not in (self.ledger.generation, self.ledger.generation - 1):
             return None
         return next((member for member in self.generations.members if member.process == worker.process), None)
 
-    def say_again(self, member: Worker, generation: int) -> None:
-        """What a member may not have heard through its old link; it knows this generation."""
-        assert self.ledger
-        if generation != self.ledger.generation:
+    def resend(self, member: Worker, generation: int) -> None:
+        """Send what a member whose last `begin` was of this generation may have missed with its old link."""
+        if self.ledger and generation != self.ledger.generation:
             member.link.queue("begin", **member.begin)
-        there = {each.rank for each in self.generations.members}
-        for rank, host in enumerate(self.ledger.hosts):
-            if rank not in there and not self.generations.returning:
-                member.link.queue(
-                    "lost", rank=rank, host=host, why="it was lost while the coordinator was out of reach"
-                )
+        if not self.generations.returning:
+            why = "it was lost while the coordinator was out of reach"
+            for rank, host in self._missing():
+                member.link.queue("lost", rank=rank, host=host, why=why)
         if self.generations.change_is_due:
             member.link.queue("change", released=len(self.generations.released))
 
     def _end_return(self) -> None:
-        """Those who have not come back by now are lost."""
-        assert self.ledger
+        """Count the members that have not come back by now as lost."""
         self.generations.returning = False
-        there = {member.rank for member in self.generations.members}
-        for rank, host in enumerate(self.ledger.hosts):
-            if rank not in there:
-                why = "it has not come back to the coordinator"
-                text = f"Rank {rank} on {host} was lost: {why}"
-                self._emit(event("lost", rank=rank, host=host, why=why, text=text))
-                self._tell("lost", rank=rank, host=host, why=why)
+        why = "it has not come back to the coordinator"
+        for rank, host in self._missing():
+            self._emit(event("lost", rank=rank, host=host, why=why, text=f"Rank {rank} on {host} was lost: {why}"))
+            self._broadcast("lost", rank=rank, host=host, why=why)
         self.advance()
+
+    def _missing(self) -> list[tuple[int, str]]:
+        """Ranks of the last generation, with their hosts, that are not connected."""
+        present = {member.rank for member in self.generations.members}
+        hosts = self.ledger.hosts if self.ledger else []
+        return [(rank, host) for rank, host in enumerate(hosts) if rank not in present]
 
     @property
     def over(self) -> bool:
-        """Whether no other generation will begin."""
+        """Whether no further generation begins."""
         return self.generations.over
 
     @property
     def renews(self) -> bool:
-        """Whether members have come back to this coordinator, and write to its folder only in the next generation."""
+        """Whether members have come back to this coordinator and still have to begin a generation with its folder."""
         return self.generations.renew and bool(self.generations.members) and not self.over
 
     @property
     def waits(self) -> bool:
-        """Whether nobody trains: the members have parted, and are too few to go on."""
+        """Whether no worker trains: the members have parted, and are too few to go on."""
         return not self.over and len(self.generations.parted) == len(self.generations.members)
 
     @property
     def takes_more(self) -> bool:
-        """Whether another worker could take part."""
+        """Whether another worker can take part."""
         return not self.over and not self.generations.full and (bool(self.goes_on) or not self.begun)
 
     def ready(self, worker: Worker) -> None:
@@ -156,56 +158,58 @@ class Succession:
         self.advance()
 
     def strike(self, worker: Worker) -> None:
-        """A worker was lost, or has failed before it could join."""
+        """Count a worker that was lost, or that failed before it joined, against its place."""
         steps = self.ledger.chain.step - worker.since_step if self.ledger else 0
         if self.goes_on and self.begun and self.quarantine.strike(worker.place, steps if worker.rank >= 0 else 0):
-            self._say_quarantined(worker.host)
+            self._report_quarantined(worker.host)
 
-    def strike_unheard(self, place: tuple[str, int | None]) -> None:
-        """A worker has ended that never said anything."""
+    def strike_before_hello(self, place: Place) -> None:
+        """Count a worker that ended before it sent anything."""
         if self.quarantine.strike(place):
-            self._say_quarantined(place[0])
+            self._report_quarantined(place[0])
 
-    def lose(self, worker: Worker, why: str, step: str) -> None:
-        """A member is lost: the others leave their group. What one of them says of it is told to the user, if it comes
-        soon: in which operation it was missed, and after how long."""
-        name = f"{worker.name[0].upper()}{worker.name[1:]}"
-        said = event("lost", rank=worker.rank, host=worker.host, why=why, text=f"{name} was lost{step}: {why}")
-        self._unsaid[worker.rank] = said
-        if not self.goes_on or worker.rank in self._seen:
-            self._say_lost(worker.rank)
+    def lose(self, worker: Worker, why: str, step: str) -> str:
+        """Handle the loss of a member: the others leave their group. Returns the loss as a sentence.
+
+        The event waits up to a second for a survivor's reason, which names the operation and the time waited."""
+        text = f"{_capitalized(worker.name)} was lost{step}: {why}"
+        lost = event("lost", rank=worker.rank, host=worker.host, why=why, text=text)
+        self._unreported_losses[worker.rank] = lost
+        if not self.goes_on or worker.rank in self._survivor_reasons:
+            self._report_lost(worker.rank)
         self.generations.lose(worker)
-        self._tell("lost", rank=worker.rank, host=worker.host, why=why)
+        self._broadcast("lost", rank=worker.rank, host=worker.host, why=why)
         if self.goes_on:
             self.strike(worker)
             self.advance()
+        return text
 
     def leave(self, worker: Worker, failed: bool) -> None:
-        """A member has left for good."""
+        """A member has sent its exit code."""
         self.generations.leave(worker)
         if failed:
             self._end_parted()
 
     def resize(self, wanted: int) -> None:
-        """From now on so many workers are wanted."""
+        """Change the number of workers that are wanted."""
         self.generations.resize(wanted)
         self.advance()
 
     def end(self, why: str) -> None:
-        """The run cannot go on; from any thread."""
+        """End the run, because it cannot go on; any thread may call it."""
         self.impossible, self.generations.over = self.impossible or why, True
 
-    def hear(self, worker: Worker, message: Message) -> None:
-        """What a member says about generations and committed steps."""
+    def on_message(self, worker: Worker, message: Message) -> None:
+        """Handle a member's message about generations or committed steps."""
         if not self.ledger or (message["kind"] != "commit" and not self.goes_on):
             raise ProtocolError(f"it sent '{message['kind']}', but this run has one generation, or no ledger")
         match message["kind"]:
             case "part":
-                if message["generation"] == self.ledger.generation:  # it may be said twice, the second time too late
+                if message["generation"] == self.ledger.generation:  # it may be sent twice, the second time too late
                     self._part(worker, message["lost"], message["why"][:1000])
             case "back":
                 self.ledger.go_back(message["generation"], message["step"])
-                self.told_step = message["step"]
+                self.reported_step = message["step"]
             case "commit":
                 try:
                     for record in message["records"]:
@@ -213,25 +217,26 @@ class Succession:
                 except ValueError as error:
                     raise ProtocolError(f"it reported {error}") from None
 
-    def _say_lost(self, rank: int) -> None:
-        said = self._unsaid.pop(rank)
-        self._emit({**said, "text": self._seen.get(rank, said["text"])})
+    def _report_lost(self, *ranks: int) -> None:
+        for rank in ranks:
+            lost = self._unreported_losses.pop(rank)
+            self._emit({**lost, "text": self._survivor_reasons.get(rank, lost["text"])})
 
     def _part(self, worker: Worker, lost: int | None, why: str) -> None:
         self.generations.part(worker)
-        if lost is not None and lost not in self._seen:
-            self._seen[lost] = f"{why[:1].upper()}{why[1:]}"
-            if lost in self._unsaid:
-                self._say_lost(lost)
-        if lost is not None:  # the others may wait for it, and need not find out by themselves
+        if lost is not None:
+            if lost not in self._survivor_reasons:
+                self._survivor_reasons[lost] = _capitalized(why)
+                if lost in self._unreported_losses:
+                    self._report_lost(lost)
+            # The others may be waiting for the lost rank: they need not find out by themselves.
             for other in self._not_parted():
                 other.link.queue("lost", rank=lost, host="", why=why)
         self.advance()
 
     def tick(self) -> list[Worker]:
-        """To be called once a second: the members that do not leave their group, though others have had to."""
-        for rank in list(self._unsaid):
-            self._say_lost(rank)
+        """Called once a second; returns the members that have not left their group in time, though others have."""
+        self._report_lost(*self._unreported_losses)
         if self.over:
             self._end_parted()
         if self.generations.returning and time.monotonic() > self._return_by:
@@ -242,7 +247,7 @@ class Succession:
         return self._not_parted()
 
     def advance(self) -> None:
-        """Begin the next generation, if it can; otherwise tell the members that somebody waits."""
+        """Begin the next generation if possible; if not, ask the members to part when a change is due."""
         generations = self.generations
         if self.over:
             self._end_parted()
@@ -255,27 +260,27 @@ class Succession:
                 worker.link.queue("end", released=1)
             self._begin(members)
         elif generations.change_is_due:
-            self._tell("change", released=len(generations.released))
+            self._broadcast("change", released=len(generations.released))
         elif self.begun and len(generations.parted) == len(generations.members) < generations.needed:
-            there = f"{len(generations.members)} of at least {generations.needed} are there"
-            self._emit(event("note", text=f"Waiting for workers: {there}"))
+            present = f"{len(generations.members)} of at least {generations.needed} are there"
+            self._emit(event("note", text=f"Waiting for workers: {present}"))
 
     def _begin(self, members: list[Worker]) -> None:
-        """Begin a generation; a worker that sees the run's folder is rank 0, and otherwise ranks stay in order."""
+        """Begin a generation; rank 0 is a worker that sees the run's folder, the others keep their order."""
         first = self.generations.number == 0
         members.sort(key=lambda worker: worker.rank if first else not worker.sees_folder)
         self._parting_since = float("inf")
-        for rank in list(self._unsaid):
-            self._say_lost(rank)
-        self._seen.clear()
+        self._report_lost(*self._unreported_losses)
+        self._survivor_reasons.clear()
         generation, size = self._first + self.generations.number, len(members)
         if first and self.ledger:
             self.ledger.start()
         recorded = self.ledger.chain.step if self.ledger else 0
         if not self._makes_progress(recorded):
             return
+        hosts = [worker.host for worker in members]
         if self.ledger:
-            self.ledger.begin(generation, [worker.host for worker in members])
+            self.ledger.begin(generation, hosts)
         server = self.goes_on.server(generation, size) if self.goes_on else None
         self.topics, self.processes = Topics(size), {worker.pid for worker in members}
         for rank, worker in enumerate(members):
@@ -283,24 +288,23 @@ class Succession:
             if joins:
                 worker.since_step = recorded
                 self._emit(event("worker", rank=rank, pid=worker.pid, host=worker.host))
-        hosts = [worker.host for worker in members]
+        common = {"generation": generation, "world_size": size, "hosts": hosts, "server": server}
+        common |= {"recorded": recorded, "later": int(not first)}
         for seat, worker in zip(seats(members), members, strict=True):
-            keys = self.credentials.issue(worker.rank, size, generation).keys
-            worker.begin = {
-                **{"generation": generation, "rank": worker.rank, "world_size": size, "recorded": recorded},
-                **{"later": int(not first), "hosts": hosts, "host": seat.address, "local_rank": seat.local_rank},
-                **{"keys": {str(peer): key.hex() for peer, key in keys.items()}, "server": server},
-            }
+            issued = self.credentials.issue(seat.rank, size, generation).keys
+            keys = {str(peer): key.hex() for peer, key in issued.items()}
+            own = {"rank": seat.rank, "local_rank": seat.local_rank, "host": seat.address, "keys": keys}
+            worker.begin = {**common, **own}
             worker.link.queue("begin", **worker.begin)
 
     def _makes_progress(self, recorded: int) -> bool:
-        """End a run whose generations follow each other without a committed step."""
-        self._without_progress = 0 if recorded != self._begun_at else self._without_progress + 1
-        self._begun_at = recorded
-        if self._without_progress < WITHOUT_PROGRESS:
+        """Whether the last generations have committed a step; ends a run that has not for too long."""
+        self._without_progress = 0 if recorded != self._recorded_before else self._without_progress + 1
+        self._recorded_before = recorded
+        if self._without_progress < MAX_WITHOUT_PROGRESS:
             return True
-        self.end(f"{WITHOUT_PROGRESS} generations have begun without a committed step")
-        self._tell("end", released=0)
+        self.end(f"{MAX_WITHOUT_PROGRESS} generations have begun without a committed step")
+        self._broadcast("end", released=0)
         return False
 
     def _not_parted(self) -> list[Worker]:
@@ -312,10 +316,14 @@ class Succession:
         self.generations.parted.clear()
         self.generations.waiting.clear()
 
-    def _say_quarantined(self, host: str) -> None:
-        text = f"A worker on {host} was lost {STRIKES} times in a row: it is quarantined, and not let in any more"
+    def _report_quarantined(self, host: str) -> None:
+        text = f"A worker on {host} was lost {STRIKES} times in a row: it is quarantined, and not admitted any more"
         self._emit(event("note", text=text))
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _broadcast(self, kind: str, **fields: Any) -> None:
         for member in self.generations.members:
             member.link.queue(kind, **fields)
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,5 +1,5 @@
-"""What a worker says to its coordinator. While the coordinator is gone, what matters waits; when it is back, it hears
-that, and once more what was said of steps just before, which may have been lost with it."""
+"""The messages from a worker to its coordinator. While the coordinator is gone, those that still matter later are kept.
+When it is back it receives them, and again the recent ones about steps, which may have been lost with the link."""
 
 import threading
 from collections import deque
@@ -7,43 +7,43 @@ from typing import Any, Final
 
 from andon.control.link import ControlLink
 
-WAITS: Final = ("event", "commit", "back", "part", "failed", "bye")
-"""Kinds of messages that wait for a coordinator that is gone; the others mean nothing later."""
-MOST_WAITING: Final = 100_000
-RECENT: Final = 8192
-"""Messages about steps that are said again, as many as may be lost in a link until its silence is noticed; the
-coordinator knows which of them it has heard."""
+KEPT_KINDS: Final = ("event", "commit", "back", "part", "failed", "bye")
+"""Messages that are kept while the coordinator is gone; the others mean nothing later."""
+MAX_KEPT: Final = 100_000
+MAX_RECENT: Final = 8192
+"""Messages about steps that are sent again: as many as a link can lose before its silence is noticed. The coordinator
+drops those that it has received before."""
 
 
 class Outbox:
-    """Messages on their way to a coordinator; any thread may send them."""
+    """Sends messages to the coordinator, or keeps them; any thread may call it."""
 
     def __init__(self, link: ControlLink) -> None:
         self.link: ControlLink | None = link
-        self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
-        self._waiting: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MOST_WAITING)
-        self._turn = threading.Lock()
+        self._recent: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_RECENT)
+        self._kept: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MAX_KEPT)
+        self._lock = threading.Lock()
 
     def send(self, kind: str, fields: dict[str, Any]) -> None:
         """Queue a message, or keep it until the coordinator is back."""
-        with self._turn:
+        with self._lock:
             if self.link is None:
-                if kind in WAITS:
-                    self._waiting.append((kind, fields))
+                if kind in KEPT_KINDS:
+                    self._kept.append((kind, fields))
                 return
             self.link.queue(kind, **fields)
             if kind == "commit" or (kind == "event" and fields["event"]["event"] == "step"):
                 self._recent.append((kind, fields))
 
     def lose_link(self) -> None:
-        """The coordinator is gone."""
-        with self._turn:
+        """Keep messages from now on: the coordinator is gone."""
+        with self._lock:
             self.link = None
 
     def take_link(self, link: ControlLink) -> None:
-        """The coordinator is back."""
-        with self._turn:
-            for kind, fields in [*self._recent, *self._waiting]:
+        """Send the recent and the kept messages: the coordinator is back."""
+        with self._lock:
+            for kind, fields in [*self._recent, *self._kept]:
                 link.queue(kind, **fields)
-            self._waiting.clear()
+            self._kept.clear()
             self.link = link

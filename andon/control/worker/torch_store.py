@@ -1,5 +1,5 @@
-"""torch.distributed's store over the control link: its ranks find each other through the coordinator, which knows who
-they are, and no port of its own is opened."""
+"""torch.distributed's store over the control link: ranks find each other through the coordinator, without another
+port."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,11 +21,11 @@ class ControlStore(Store):
         self._client.ask_store("set", key, (value.encode() if isinstance(value, str) else bytes(value)).hex())
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it is set."""
+        """Wait until a key is set and return its value."""
         return bytes.fromhex(self._client.ask_store("get", key, seconds=self._seconds))
 
     def add(self, key: str, value: int) -> int:
-        """Add to the number under a key."""
+        """Add to the number under a key and return the sum."""
         return int(self._client.ask_store("add", key, str(value)))
 
     def check(self, keys: Sequence[str]) -> bool:
