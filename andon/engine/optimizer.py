@@ -21,7 +21,7 @@ from andon.engine.gradients.exchange import Passenger
 from andon.engine.membership import Membership
 from andon.engine.parallel import DataParallel
 from andon.engine.reading import Reading
-from andon.engine.recovery.commit import Commit, Settlement, Standing, settle
+from andon.engine.recovery.commit import Commit, Recovery, Standing, plan_recovery
 from andon.engine.recovery.transfer import share_state
 from andon.errors import EXIT_STOPPED
 from andon.integrity.fingerprint import Fingerprints, compare_replicas
@@ -166,31 +166,31 @@ class Optimizer(torch.optim.Optimizer):
         updated = parts if self._updaters is self.ownership else self._updaters.parts(membership.rank)
         return parts, updated
 
-    def enter(self, membership: Membership, recorded: int) -> Settlement:
+    def enter(self, membership: Membership, recorded: int) -> Recovery:
         """Take part in another generation, with the state that its members have between them; all call it together.
 
         `recorded` is the last step that the run's ledger has. If the state is lost, a checkpoint has to be loaded."""
         group = membership.group
         standing = self.commit.standing(() if self.is_new else self.rule.updated, recorded)
-        told = group.all_gather_bytes(json.dumps(standing.fields()).encode())
-        settled = settle([Standing.of(json.loads(each)) for each in told], self.model.arena.layout.size)
-        if group.rank in settled.late:
-            totals, updated = settled.verdict
+        standings = group.all_gather_bytes(json.dumps(standing.fields()).encode())
+        recovery = plan_recovery([Standing.of(json.loads(each)) for each in standings], self.model.arena.layout.size)
+        if group.rank in recovery.late:
+            totals, updated = recovery.verdict
             self._conclude(Totals.of(totals), updated)
-        self.commit.catch_up(settled, group.rank, self.record())
+        self.commit.catch_up(recovery, group.rank, self.record())
         self.model.enter(membership)
         rule, wanted = self.rule, self._share_out()
-        if settled.lost or wanted != (rule.parts, rule.updated):
+        if recovery.lost or wanted != (rule.parts, rule.updated):
             rule = self.rule_type(self.model.arena, *wanted)
             rule.keeps_gradients = self.rule.keeps_gradients
-        if not settled.lost:
-            share_state(self.model, settled, self.rule, rule)
-        self.rule, self.is_new = rule, settled.lost
+        if not recovery.lost:
+            share_state(self.model, recovery, self.rule, rule)
+        self.rule, self.is_new = rule, recovery.lost
         rule.updates = self.progress.updates
-        if not settled.lost:
+        if not recovery.lost:
             prints = group.all_gather_bytes(self._fingerprints.take(f"{self.progress} {self.facts}"))
             self._fingerprints.compare(self.progress.step, prints)
-        return settled
+        return recovery
 
     def _leave_if_agreed(self) -> None:
         """Before a step: if a stop was asked for, end the process; `andon.load` and `andon.save` see to it first."""

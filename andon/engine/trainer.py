@@ -13,7 +13,7 @@ from andon.data.batches import checksum
 from andon.engine.loader import BatchSource, Loader
 from andon.engine.membership import Membership
 from andon.engine.optimizer import Optimizer, Totals
-from andon.engine.recovery.commit import Settlement
+from andon.engine.recovery.commit import Recovery
 from andon.integrity.halt import Finding, Flaw, JidokaHalt, find_flaw, share_findings
 
 
@@ -100,12 +100,12 @@ class Trainer:
         elif step < self.settings.last_step:
             self.batch.prepare(step + 1, slots[0])
 
-    def enter(self, membership: Membership, recorded: int) -> Settlement:
+    def enter(self, membership: Membership, recorded: int) -> Recovery:
         """Go on in another generation; all its members call it together. See `Optimizer.enter`."""
-        settled = self.optimizer.enter(membership, recorded)
+        recovery = self.optimizer.enter(membership, recorded)
         if self.checkpointer:
             self.checkpointer.enter()
-        return settled
+        return recovery
 
     def part(self) -> None:
         """Leave the generation, whatever has become of its group."""

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from andon.engine.parallel import DataParallel
-from andon.engine.recovery.commit import Settlement
+from andon.engine.recovery.commit import Recovery
 from andon.integrity.fingerprint import as_bytes
 from andon.optim.base import UpdateRule
 
 
 @torch.no_grad()
-def share_state(model: DataParallel, settled: Settlement, before: UpdateRule, rule: UpdateRule) -> None:
+def share_state(model: DataParallel, recovery: Recovery, before: UpdateRule, rule: UpdateRule) -> None:
     """Bring weights, buffers and progress to those that lack them, and the optimizer state from a rule to the next."""
     group, arena = model.membership.group, model.arena
-    keeps = rule is before and group.rank not in settled.new
+    keeps = rule is before and group.rank not in recovery.new
     if rule is not before:
         for lo, hi in before.parts:
             for kind, flat in rule.state.items():
                 put(rule, flat, lo, take(before, before.state[kind], lo, hi))
-    for lo, hi, source in settled.transfers:
+    for lo, hi, source in recovery.transfers:
         group.broadcast(arena.buffer[lo:hi], source)
         for kind, flat in rule.state.items():
             whole = arena.zeros(hi - lo)
@@ -33,8 +33,8 @@ def share_state(model: DataParallel, settled: Settlement, before: UpdateRule, ru
             group.broadcast(whole, source)
             if not keeps:
                 put(rule, flat, lo, whole)
-    if settled.new:
-        _share_small(model, next(rank for rank in range(group.world_size) if rank not in settled.new))
+    if recovery.new:
+        _share_small(model, next(rank for rank in range(group.world_size) if rank not in recovery.new))
 
 
 def _share_small(model: DataParallel, source: int) -> None:
