@@ -6,7 +6,6 @@ weights and samples, and looks at every gradient. The findings of all ranks are 
 raised, so that every rank raises the same one.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -79,5 +78,5 @@ def find_flaw(name: str, values: Tensor) -> Flaw | None:
 
 def share_findings(group: Group, mine: Sequence[Finding]) -> list[Finding]:
     """Everyone's findings, in the order of ranks and slots."""
-    everyone = group.all_gather_bytes(json.dumps([asdict(finding) for finding in mine]).encode())
-    return [Finding(**fields) for data in everyone for fields in json.loads(data)]
+    everyone = group.all_gather_json([asdict(finding) for finding in mine])
+    return [Finding(**fields) for findings in everyone for fields in findings]

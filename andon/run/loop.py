@@ -14,10 +14,10 @@ from andon.checkpoint.disk.listing import step_of
 from andon.checkpoint.disk.store import weights_blake3
 from andon.config.schema import RunSettings
 from andon.engine.membership import MembersChange
-from andon.engine.optimizer import Totals
 from andon.engine.progress import Progress
 from andon.engine.recovery.commit import Recovery
 from andon.engine.trainer import Trainer
+from andon.engine.verdict import Totals
 from andon.integrity.halt import JidokaHalt
 from andon.run.records.events import Emit, event, no_event
 from andon.run.records.folder import DamagedCheckpoint, newest_good

@@ -6,7 +6,6 @@ unit has failed, the units after it fail with its error. Updated weights are gat
 (`engine.gradients.gather`), so that the group is never used by two collectives at once.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,11 +105,6 @@ class Exchange:
         bad, self._bad, self._tasks = self._bad, [], []
         self._sums.reset()
         return bad
-
-    def tell(self, status: Any) -> list[Any]:
-        """Every rank's status (JSON), by rank."""
-        data = self.membership.group.all_gather_bytes(json.dumps(status).encode())
-        return [json.loads(each) for each in data]
 
     def norm(self) -> Tensor:
         """The norm of the whole reduced gradient, the same bits on every rank: one f64, on the device."""
