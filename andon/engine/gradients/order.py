@@ -1,11 +1,11 @@
 """The one order of addition (C-ONE-001).
 
 A step has S *slots*. Their gradients are summed as a binary tree that depends on S alone:
-sum[lo, hi) = sum[lo, mid) + sum[mid, hi), where mid = lo + the largest power of two below hi - lo. A *node*
-is a pair (lo, hi) of that tree. Each rank works on a contiguous range of slots and folds it into the largest
-complete nodes inside the range, keeping them on a *stack* of buffers: the position on the stack is the row
-of the buffer. A *leaf* is one such node as contributed by its rank; whoever reduces adds the leaves in the
-order of `Order.adds`, and gets bitwise what one worker would have got, for every number of ranks.
+sum[lo, hi) = sum[lo, mid) + sum[mid, hi), where mid = lo + the largest power of two below hi - lo. A *node* is a pair
+(lo, hi) of that tree. Each rank works on a contiguous range of slots and folds it into the largest complete nodes
+inside the range. It keeps them on a stack of buffers; the position on the stack is the *row* of the buffer. A *leaf* is
+one such node as contributed by its rank. The reduce adds the leaves in the order of `Order.adds`, so the sum has the
+same bits as on one worker, for every number of ranks.
 """
 
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ class Order:
         return range(self.bounds[rank], self.bounds[rank + 1])
 
     def folds(self, rank: int, accumulate: bool = True) -> list[Fold]:
-        """How a rank folds its slots into its nodes, one by one; `accumulate`: where a slot may be added in place."""
+        """How a rank folds its slots into its nodes; `accumulate`: whether autograd may add to a row in place."""
         return _folds(self.bounds[rank], self.bounds[rank + 1], self.slots, accumulate)
 
     def rows(self, rank: int, accumulate: bool = True) -> int:
@@ -91,7 +91,7 @@ class Order:
         return 1 + max((fold.row for fold in self.folds(rank, accumulate)), default=0)
 
     def add_up(self, leaves: Sequence[Addable]) -> None:
-        """Add the leaves in the one order, in place; the sum ends in the first. The oracle, and the rule."""
+        """Add the leaves in the one order, in place; the sum ends in the first. Also the oracle of the tests."""
         for into, other in self.adds:
             leaves[into].add_(leaves[other])
 
@@ -128,7 +128,7 @@ def _folds(lo: int, hi: int, slots: int, may_accumulate: bool) -> list[Fold]:
     stack: list[Node] = []
     folds = []
     for slot in range(lo, hi):
-        # A slot whose left sibling lies on top of the stack is added to it by autograd itself.
+        # A slot whose left sibling is on top of the stack is added to it by autograd.
         leaf = (slot, slot + 1)
         accumulate = (
             may_accumulate and bool(stack) and parent.get(leaf) == (stack[-1][0], slot + 1) == parent.get(stack[-1])
