@@ -33,7 +33,7 @@ def choose_kernels(numerics: Numerics) -> str:
     if numerics == "native":
         return ""
     if not has_avx2():
-        return f"numerics = portable, but this processor ({platform.machine()}) has no AVX2: its bits may differ from others"
+        return f"numerics = portable, but this processor ({platform.machine()}) has no AVX2: others give different bits"
     import torch
 
     chosen = torch.backends.cpu.get_cpu_capability()

@@ -119,7 +119,7 @@ def test_a_slot_too_many_or_too_few_and_a_backward_that_failed_are_refused() -> 
     optimizer.step()
     with pytest.raises(RuntimeError):
         model.backward(torch.zeros(()), count=1)  # nothing to differentiate
-    with pytest.raises(RuntimeError, match="an earlier backward failed"):
+    with pytest.raises(RuntimeError, match="a backward of this step failed"):
         optimizer.step()
     model.close()
 

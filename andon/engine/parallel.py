@@ -21,7 +21,7 @@ from andon.engine.membership import Membership
 from andon.engine.phases import Phases
 from andon.engine.progress import Progress
 from andon.engine.recovery.steps import StepEnder, steps
-from andon.integrity.fingerprint import WIDTH, as_bytes, blame_by_majority
+from andon.integrity.fingerprint import WIDTH, as_bytes, differences
 from andon.integrity.halt import JidokaHalt
 from andon.transport.base import Group
 from andon.transport.changing import ChangingGroup
@@ -177,9 +177,7 @@ def _compare_what_is_not_trained(module: nn.Module, group: Group) -> str:
     prints = [blake3(repr([(name, value.shape, value.dtype) for name, value in tensors.items()]).encode()).digest()]
     prints += [blake3(as_bytes(value)).digest() for value in tensors.values()]
     everyone = group.all_gather_bytes(b"".join(each[:WIDTH] for each in prints))
-    for index, name in enumerate(["the names of frozen parameters", *tensors]):
-        found = [of_rank[index * WIDTH : (index + 1) * WIDTH] for of_rank in everyone]
-        if len(set(found)) > 1:
-            raise JidokaHalt(1, f"{name} is not trained, and differs{blame_by_majority(found)}", sound=False)
+    for name, blame in differences(["the names of frozen parameters", *tensors], everyone):
+        raise JidokaHalt(1, f"{name} is not trained, and differs{blame}", sound=False)
     named = b"".join(name.encode() + digest for name, digest in zip(frozen, prints[1:], strict=False))
     return blake3(named).hexdigest() if frozen else ""

@@ -10,7 +10,7 @@ wrong.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -49,15 +49,8 @@ class Fingerprints:
     def compare(self, step: int, everyone: list[bytes]) -> None:
         """Halt if the fingerprints of the ranks differ; names the unit and, by majority, the rank."""
         if len(set(everyone)) > 1:
-            raise JidokaHalt(step, "; ".join(self._differences(everyone)), sound=False)
-
-    def _differences(self, everyone: list[bytes]) -> list[str]:
-        found = []
-        for index, label in enumerate(self.labels):
-            prints = [of_rank[index * WIDTH : (index + 1) * WIDTH] for of_rank in everyone]
-            if len(set(prints)) > 1:
-                found.append(f"the {label} differ{blame_by_majority(prints)}")
-        return found
+            found = [f"the {label} differ{blame}" for label, blame in differences(self.labels, everyone)]
+            raise JidokaHalt(step, "; ".join(found), sound=False)
 
 
 def compare_replicas(group: Group, step: int, own: Sequence[Tensor], replica: Sequence[Tensor]) -> None:
@@ -82,6 +75,14 @@ def cell_sums(buffer: Tensor) -> npt.NDArray[np.int64]:
     """The sum of each cell, read as 64-bit integers that wrap around."""
     sums = buffer.view(torch.int64).view(-1, CELL * buffer.element_size() // 8).sum(1)
     return np.asarray(sums.cpu().numpy())
+
+
+def differences(labels: Iterable[str], everyone: Sequence[bytes]) -> Iterator[tuple[str, str]]:
+    """(label, blame) of each fingerprint that differs, from the concatenated fingerprints of every rank."""
+    for index, label in enumerate(labels):
+        prints = [of_rank[index * WIDTH : (index + 1) * WIDTH] for of_rank in everyone]
+        if len(set(prints)) > 1:
+            yield label, blame_by_majority(prints)
 
 
 def blame_by_majority(prints: Sequence[bytes | str]) -> str:

@@ -64,15 +64,10 @@ class Layout:
     def _place(self, name: str, parameters: Sequence[tuple[str, Tensor]]) -> None:
         start = at = self.size
         pieces = []
-        matrices = [(key, value) for key, value in parameters if value.dim() > 1]
-        others = [(key, value) for key, value in parameters if value.dim() <= 1]
-        vectors = start
-        for kind in (matrices, others):
-            for key, value in kind:
-                pieces.append(Slice(key, at, value.shape))
-                at += round_up(value.numel(), ALIGN)
-            if kind is matrices:
-                vectors = at
+        for key, value in sorted(parameters, key=lambda named: named[1].dim() <= 1):  # matrices first
+            pieces.append(Slice(key, at, value.shape))
+            at += round_up(value.numel(), ALIGN)
+        vectors = next((piece.start for piece in pieces if len(piece.shape) <= 1), at)
         self.size = round_up(at, CELL)
         self.units.append(Unit(name, start, vectors, self.size, tuple(pieces)))
 

@@ -124,22 +124,19 @@ def order_of_ranges(slots: int, bounds: tuple[int, ...]) -> Order:
 
 
 def _folds(lo: int, hi: int, slots: int, may_accumulate: bool) -> list[Fold]:
-    parent = _parents(slots)
+    tree = _tree(slots)
     stack: list[Node] = []
     folds = []
     for slot in range(lo, hi):
         # A slot whose left sibling is on top of the stack is added to it by autograd.
-        leaf = (slot, slot + 1)
-        accumulate = (
-            may_accumulate and bool(stack) and parent.get(leaf) == (stack[-1][0], slot + 1) == parent.get(stack[-1])
-        )
+        accumulate = may_accumulate and bool(stack) and (stack[-1][0], slot + 1) in tree
         if accumulate:
             stack[-1] = (stack[-1][0], slot + 1)
         else:
-            stack.append(leaf)
+            stack.append((slot, slot + 1))
         row = len(stack) - 1
         merges = []
-        while len(stack) > 1 and parent.get(stack[-1]) == (stack[-2][0], stack[-1][1]) == parent.get(stack[-2]):
+        while len(stack) > 1 and (stack[-2][0], stack[-1][1]) in tree:
             merges.append((len(stack) - 2, len(stack) - 1))
             stack[-2:] = [(stack[-2][0], stack[-1][1])]
         folds.append(Fold(slot, row, accumulate, tuple(merges)))
@@ -147,15 +144,13 @@ def _folds(lo: int, hi: int, slots: int, may_accumulate: bool) -> list[Fold]:
 
 
 @lru_cache(maxsize=64)
-def _parents(slots: int) -> dict[Node, Node]:
-    parent: dict[Node, Node] = {}
+def _tree(slots: int) -> frozenset[Node]:
+    """All nodes. Two nodes that follow each other are siblings if together they are a node."""
 
-    def visit(lo: int, hi: int) -> None:
-        if hi - lo > 1:
-            mid = middle(lo, hi)
-            for child in ((lo, mid), (mid, hi)):
-                parent[child] = (lo, hi)
-                visit(*child)
+    def below(lo: int, hi: int) -> list[Node]:
+        if hi - lo == 1:
+            return [(lo, hi)]
+        mid = middle(lo, hi)
+        return [(lo, hi), *below(lo, mid), *below(mid, hi)]
 
-    visit(0, slots)
-    return parent
+    return frozenset(below(0, slots))
