@@ -17,7 +17,7 @@ EXIT_HALTED = 3
 EXIT_STOPPED = 4
 """Stopped on request, and saved."""
 EXIT_PEER_LOST = 117
-"""A script's worker tells its launcher: another worker failed, and that one is to be named."""
+"""A script's worker ends because another one has failed, which the launcher names instead."""
 
 
 def worst(codes: Iterable[int]) -> int:
