@@ -29,7 +29,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The Python interface is loaded when it is used: the command line starts without torch."""
+    """Load the Python interface when it is used, so that the command line starts without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'andon' has no attribute {name!r}")
     return getattr(import_module(f"andon.{_HOMES[name]}"), name)

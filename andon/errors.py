@@ -1,7 +1,7 @@
-"""Errors that a person reads: what happened, the likely cause, what to try. And the exit codes.
+"""Errors for people: what happened, the likely cause, what to try. And the exit codes.
 
-A corpus, a checkpoint or another host may hold control characters, which a terminal would obey: `harmless` spells them
-out, before they are shown.
+Text from a corpus, a checkpoint or another host may hold control characters, which a terminal would obey: `harmless`
+spells them out before the text is shown.
 """
 
 from collections.abc import Iterable
@@ -9,30 +9,30 @@ from typing import Final
 
 CONTROL: Final = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
 SURROGATES: Final = range(0xD800, 0xE000)
-"""Halves of a character, which stand for bytes that are not UTF-8 and cannot be written."""
+"""Halves of a character: Python uses them for bytes that are not UTF-8, and they cannot be written."""
 SPELLED_OUT: Final = {code: f"\\x{code:02x}" for code in CONTROL} | {code: f"\\u{code:x}" for code in SURROGATES}
 
 EXIT_USER_ERROR = 1
 EXIT_HALTED = 3
 EXIT_STOPPED = 4
-"""Asked to stop, and saved."""
+"""Stopped on request, and saved."""
 EXIT_PEER_LOST = 117
-"""Of a script's worker, to its launcher: another worker failed, which is the one to name."""
+"""A script's worker ends because another one has failed, which the launcher names instead."""
 
 
 def worst(codes: Iterable[int]) -> int:
-    """The exit code of a run whose workers ended with these: a halt, then an error, then a stop, then 0."""
+    """The exit code of a run from those of its workers: a halt before an error before a stop before 0."""
     order = {0: 0, EXIT_STOPPED: 1, EXIT_HALTED: 3}
     return max(codes, key=lambda code: order.get(code, 2), default=0)
 
 
 def harmless(text: str) -> str:
-    """A text with its control characters spelled out; newline and tab stay."""
+    """Spell out the control characters of a text, except newline and tab."""
     return text.translate(SPELLED_OUT)
 
 
 def shown(value: object) -> str:
-    """A value in an error; a long one is cut short."""
+    """A value as errors show it; a long one is cut short."""
     try:
         text = repr(value)
     except ValueError:  # Python does not write numbers of more than 4,300 digits
@@ -41,7 +41,7 @@ def shown(value: object) -> str:
 
 
 class UserError(ValueError):
-    """Something the user can put right; the command line prints its three lines and exits with 1."""
+    """An error that the user can correct; the command line prints its three lines and exits with 1."""
 
     def __init__(self, what: str, cause: str, remedy: str) -> None:
         super().__init__(what, cause, remedy)

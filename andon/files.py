@@ -1,4 +1,4 @@
-"""Atomic and durable writing: a file is there whole or not at all, and survives a loss of power. And paths."""
+"""Atomic and durable writing: a file exists as a whole or not at all, and survives a loss of power. And paths."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from andon.errors import UserError
 
 
 def expand(path: str | Path) -> Path:
-    """A path with its `~` or `~user` replaced."""
+    """Expand `~` and `~user` in a path."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -9,13 +9,13 @@ PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 def machine_id() -> str:
-    """Equal for two processes that see each other's process ids: one boot of one host, or one container."""
+    """Equal for two processes that see each other's process ids: in the same boot of a host, or the same container."""
     if not PID_NAMESPACE.exists():
         return gethostname()
     return f"{BOOT_ID.read_text().strip()}/{PID_NAMESPACE.readlink()}"
 
 
 def name_process(name: str) -> None:
-    """The name of this process in `top` and `ps -A`, where the system has one: up to 15 characters."""
+    """Set the name of this process in `top` and `ps -A`, up to 15 characters, where the system supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name)

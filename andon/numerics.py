@@ -44,13 +44,13 @@ def choose_kernels(numerics: Numerics) -> str:
     if numerics == "native":
         return ""
     if not has_avx2():
-        return f"numerics = {numerics}, but this processor ({platform.machine()}) has no AVX2: its bits are its own"
+        return f"numerics = {numerics}, but this processor ({platform.machine()}) has no AVX2: others give different bits"
     import torch
 
     chosen = torch.backends.cpu.get_cpu_capability()
     if chosen == "AVX2":
         return ""
     return (
-        f"numerics = {numerics}, but torch computed with {chosen} kernels before: other machines may give other bits. "
+        f"numerics = {numerics}, but torch already uses {chosen} kernels: other machines may give different bits. "
         "Start the script with `andon run`, or call andon.init() before anything is computed"
     )

@@ -72,8 +72,8 @@ def test_every_generation_decides_anew_whether_to_update_ahead(tmp_path: Path) -
         for step in range(6):
             if changes and step in (2, 4):
                 trainer.part()
-                settled = trainer.enter(Membership.of(LocalGroup(), 3), recorded=step)
-                assert settled.step == step and not trainer.optimizer._updates_ahead, "only a GPU has a reason to"
+                recovery = trainer.enter(Membership.of(LocalGroup(), 3), recorded=step)
+                assert recovery.step == step and not trainer.optimizer._updates_ahead, "only a GPU has a reason to"
             trainer.optimizer._updates_ahead = changes and step not in (2, 3)
             totals = trainer.train_step()
         assert trainer.optimizer.commit.step == trainer.optimizer.rule.updates == 6
@@ -97,8 +97,8 @@ def grow(group: Group, tokens: Path) -> str:
         for _ in range(2):
             trainer.train_step()
     trainer.part()
-    settled = trainer.enter(Membership.of(group, 3), recorded=1)
-    assert settled.step == 2 and settled.new == {1} and not settled.late and list(settled.records) == [2]
+    recovery = trainer.enter(Membership.of(group, 3), recorded=1)
+    assert recovery.step == 2 and recovery.new == {1} and not recovery.late and list(recovery.records) == [2]
     for _ in range(2):
         assert not optimizer._updates_ahead
         trainer.train_step()

@@ -347,7 +347,7 @@ def grow(module: nn.Module) -> None:
     ("buffer", "change", "what"),
     [
         (None, create, "creates the buffer kept"),
-        (torch.zeros(2), grow, "gives another shape or dtype to the buffer kept"),
+        (torch.zeros(2), grow, "changes the shape or dtype of the buffer kept"),
     ],
 )
 def test_a_buffer_that_forward_creates_or_reshapes_is_refused_unless_it_is_a_cache(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andon.control.generations.generations import Generations
-from andon.engine.recovery.commit import PIECE, Commit, Standing, settle
+from andon.engine.recovery.commit import CHUNK_ELEMENTS, Commit, Standing, plan_recovery
 from andon.run.records.chain import Chain
 
 SIZE = 8
@@ -138,7 +138,7 @@ class Model:
         everyone = [found[name] for name in self.groups[worker.generation]]
         match worker.phase:
             case "enter":
-                self.settle(worker, everyone)
+                self.recover(worker, everyone)
                 self.step_on(worker)
             case "tell":
                 self.report(worker, [worker.commit.step])
@@ -158,23 +158,23 @@ class Model:
                 worker.phase = "gone"
                 worker.sent += (("bye",),)
 
-    def settle(self, worker: Worker, standings: list[Standing]) -> None:
-        settled = settle(standings, SIZE)
+    def recover(self, worker: Worker, standings: list[Standing]) -> None:
+        recovery = plan_recovery(standings, SIZE)
         rank = self.groups[worker.generation].index(worker.name)
         worker.rank = rank
-        if settled.lost:
+        if recovery.lost:
             self.went_back = True
             worker.commit.go_back(0)
             worker.weights = ()
             worker.sent += (("back", worker.generation),)
         else:
-            worker.commit.catch_up(settled, rank)
-            late, new = rank in settled.late, rank in settled.new
+            worker.commit.catch_up(recovery, rank)
+            late, new = rank in recovery.late, rank in recovery.new
             if new:
-                worker.weights = tuple(range(1, settled.step + 1))
+                worker.weights = tuple(range(1, recovery.step + 1))
             elif late:
-                worker.weights += (settled.step,)
-            self.report(worker, settled.records)
+                worker.weights += (recovery.step,)
+            self.report(worker, recovery.records)
         worker.has_state = True
 
     def report(self, worker: Worker, steps: Iterable[int]) -> None:
@@ -351,10 +351,10 @@ def held(*ranges: tuple[int, int], step: int = 3, reduced: bool = False) -> Stan
 
 
 def test_a_late_worker_takes_over_the_verdict_and_a_new_one_receives_everything() -> None:
-    settled = settle([held((0, 8)), held((0, 8), step=2, reduced=True), Standing()], 8)
-    assert settled.step == 3 and settled.verdict == "verdict of 3" and not settled.lost
-    assert settled.late == {1} and settled.new == {2}
-    assert [transfer[:2] for transfer in settled.transfers] == [(0, 8)]
+    recovery = plan_recovery([held((0, 8)), held((0, 8), step=2, reduced=True), Standing()], 8)
+    assert recovery.step == 3 and recovery.verdict == "verdict of 3" and not recovery.lost
+    assert recovery.late == {1} and recovery.new == {2}
+    assert [transfer[:2] for transfer in recovery.transfers] == [(0, 8)]
 
 
 def test_no_generation_begins_after_a_member_has_come_to_the_end() -> None:
@@ -369,22 +369,22 @@ def test_no_generation_begins_after_a_member_has_come_to_the_end() -> None:
 
 
 def test_nothing_is_sent_when_everyone_has_everything() -> None:
-    assert settle([held((0, 8)), held((0, 8))], 8).transfers == ()
+    assert plan_recovery([held((0, 8)), held((0, 8))], 8).transfers == ()
 
 
 def test_parts_come_from_those_who_hold_them_and_a_missing_part_is_lost() -> None:
-    settled = settle([held((0, 4), (2, 6)), held((4, 8))], 8)
-    assert not settled.lost and {rank for lo, _, rank in settled.transfers if lo < 4} == {0}
-    assert settle([held((0, 4)), held((5, 8))], 8).lost
-    assert settle([Standing(), Standing()], 8).lost
+    recovery = plan_recovery([held((0, 4), (2, 6)), held((4, 8))], 8)
+    assert not recovery.lost and {rank for lo, _, rank in recovery.transfers if lo < 4} == {0}
+    assert plan_recovery([held((0, 4)), held((5, 8))], 8).lost
+    assert plan_recovery([Standing(), Standing()], 8).lost
 
 
 def test_a_worker_that_is_further_behind_than_it_can_be_is_new() -> None:
-    settled = settle([held((0, 8)), held((0, 8), step=2), held((0, 8), step=1, reduced=True)], 8)
-    assert settled.new == {1, 2} and not settled.late
+    recovery = plan_recovery([held((0, 8)), held((0, 8), step=2), held((0, 8), step=1, reduced=True)], 8)
+    assert recovery.new == {1, 2} and not recovery.late
 
 
 def test_several_holders_share_what_is_sent() -> None:
-    size = 8 * PIECE
-    settled = settle([held((0, size)), held((0, size)), Standing()], size)
-    assert [rank for *_, rank in settled.transfers] == [0, 1] * 4
+    size = 8 * CHUNK_ELEMENTS
+    recovery = plan_recovery([held((0, size)), held((0, size)), Standing()], size)
+    assert [rank for *_, rank in recovery.transfers] == [0, 1] * 4

@@ -187,7 +187,7 @@ def test_what_this_decoder_does_not_do_is_refused(tmp_path: Path, change: dict[s
 def test_sizes_that_make_no_sense_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     save(make(SMALL), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(to_hub(SMALL, end_token=0) | change))
-    with pytest.raises(UserError, match="describes no model that there can be"):
+    with pytest.raises(UserError, match="describes an impossible model"):
         load_model(tmp_path)
 
 

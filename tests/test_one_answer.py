@@ -13,8 +13,8 @@ from andon.config.schema import Config
 from andon.data.batches import Batches
 from andon.data.token_set import TokenSet
 from andon.engine.gradients.order import middle
-from andon.engine.optimizer import Totals
 from andon.engine.trainer import Trainer
+from andon.engine.verdict import Totals
 from andon.model.llama import Llama
 from andon.optim import schedules
 from andon.transport.base import TRANSPORTS, Group

@@ -108,10 +108,10 @@ def test_a_slot_too_many_or_too_few_and_a_backward_that_failed_are_refused() -> 
     model = andon.DataParallel(nn.Linear(3, 1), LocalGroup(), slots=2)
     optimizer = andon.AdamW(model, lr=0.1)
     x = torch.ones(1, 3)
-    with pytest.raises(ValueError, match="the step ends, but slot 0 has had no backward"):
+    with pytest.raises(ValueError, match="the step ends, but backward of slot 0 was not called"):
         optimizer.step()
     model.backward(model(x).sum(), count=1)
-    with pytest.raises(ValueError, match="the step ends, but slot 1 has had no backward"):
+    with pytest.raises(ValueError, match="the step ends, but backward of slot 1 was not called"):
         optimizer.step()
     model.backward(model(x).sum(), count=1)
     with pytest.raises(ValueError, match="all 2 slots of this step are done"):
@@ -119,7 +119,7 @@ def test_a_slot_too_many_or_too_few_and_a_backward_that_failed_are_refused() -> 
     optimizer.step()
     with pytest.raises(RuntimeError):
         model.backward(torch.zeros(()), count=1)  # nothing to differentiate
-    with pytest.raises(RuntimeError, match="an earlier backward failed"):
+    with pytest.raises(RuntimeError, match="a backward of this step failed"):
         optimizer.step()
     model.close()
 

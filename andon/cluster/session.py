@@ -99,15 +99,15 @@ class Session:
         membership = Membership.of(group, self.config.train.slots)
         try:
             if self.run:
-                settled = self.run.trainer.enter(membership, recorded)
+                recovery = self.run.trainer.enter(membership, recorded)
             else:
-                settled = self.optimizer.enter(membership, recorded)
+                recovery = self.optimizer.enter(membership, recorded)
                 self._built(self.builder.trainer(self.optimizer, self._emit), self.builder)
         except JidokaHalt as halt:
             self._emit(event("halt", **halt.fields(), data=self.data.digest))
             raise
         assert self.run
-        self.run.go_on(settled, recorded, since)
+        self.run.go_on(recovery, recorded, since)
         return self._run()
 
     def _attach(self, group: Group) -> None:

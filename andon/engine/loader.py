@@ -1,8 +1,8 @@
-"""Batches on the device. On a GPU the next one is made in the background and copied there on a stream of its own.
+"""Batches on the device. For a GPU the next batch is made in the background and copied on a separate stream.
 
-A batch goes through pinned memory, so that no copy waits for the device's work, and the device for no batch. It is
-asked for by step and slot: one that was made ahead for a step that is done again, or for a slot that has become another
-worker's, is dropped.
+A batch goes through pinned memory, so that its copy does not wait for the device's work, nor the device for the copy.
+Batches are requested by step and slot; a prepared batch that is not requested next is dropped, as when a step is
+repeated or a slot has moved to another worker.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,11 +42,11 @@ class Loaded(NamedTuple):
     inputs: Tensor
     targets: Tensor
     counted: int
-    """How many targets count."""
+    """The number of targets that count."""
 
 
 class Loader:
-    """Gives the batches of a source as tensors on a device."""
+    """Loads the batches of a source as tensors on a device."""
 
     def __init__(self, source: BatchSource, device: torch.device) -> None:
         self._source, self._device = source, device
@@ -73,7 +73,7 @@ class Loader:
         return batch
 
     def prepare(self, step: int, slot: int) -> None:
-        """Make this batch ready in the background: it is the next one."""
+        """Prepare the next batch in the background."""
         if self._on_gpu:
             self._ahead = (step, slot), self._thread.submit(self._copy, step, slot)
 
@@ -91,5 +91,5 @@ class Loader:
 
 
 def count_targets(targets: IntArray) -> int:
-    """How many targets count; on the host, because a GPU would have to be waited for."""
+    """The number of targets that count; computed on the host, so that nothing waits for the GPU."""
     return int(np.count_nonzero(targets != NO_TARGET))

@@ -1,7 +1,7 @@
-"""A worker's place in the run: which generation, with whom, and which slots of every step are its own.
+"""A worker's place in the run: its generation, its group, and its slots of every step.
 
-Whatever depends on who takes part is built from a membership and asks it for the group. When the members of a
-run change, the membership is replaced as a whole.
+Objects that depend on who takes part are built from a membership and get the group from it. When the members of a run
+change, the membership is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from andon.transport.base import Group
 
 
 class MembersChange(Exception):
-    """The step is done, and somebody waits to join: all leave their group and go on as another generation."""
+    """The step is done, and a worker is waiting to join or leave: all leave the group and enter another generation."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Units are found by a rule (`engine.gradients.arena.backward_order`): each child of the longest module list is a block.
 Only parameters that require gradients take part, so a LoRA model exchanges its adapters alone; the others must be equal
-on every rank. A module whose parameters are bf16 is trained on an f32 master, taken from them when it is handed over.
+on every rank. If the parameters are bf16, the optimizer trains an f32 master copy of them, made at the start.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,18 +21,18 @@ from andon.engine.membership import Membership
 from andon.engine.phases import Phases
 from andon.engine.progress import Progress
 from andon.engine.recovery.steps import StepEnder, steps
-from andon.integrity.fingerprint import WIDTH, as_bytes, blame_by_majority
+from andon.integrity.fingerprint import WIDTH, as_bytes, differences
 from andon.integrity.halt import JidokaHalt
 from andon.transport.base import Group
 from andon.transport.changing import ChangingGroup
 
 
 class DataParallel(nn.Module):
-    """A module that is trained alike on every rank of a group; rank 0's weights are everyone's first ones.
+    """A module that is trained on every rank of a group, with the same weights; all start with those of rank 0.
 
-    A step has `slots` micro-batches, shared out among the ranks. `seed` is that of the random generators in every slot.
-    `overlap_gather` lets forward begin while updated weights still arrive; it is for modules that use a unit's weights
-    only by calling the unit's module."""
+    A step has `slots` micro-batches, divided among the ranks. The random generators of every slot are seeded from
+    `seed`. `overlap_gather` lets forward begin while updated weights still arrive; it is for modules that use a unit's
+    weights only by calling the unit's module."""
 
     def __init__(
         self, module: nn.Module, group: Group, slots: int, seed: int = 0, overlap_gather: bool = False
@@ -45,7 +45,7 @@ class DataParallel(nn.Module):
         self.membership = Membership.of(group, slots)
         self.phases = Phases()
         self.optimizer: StepEnder | None = None
-        self.before_step: Callable[[], None] = _nothing
+        self.before_step: Callable[[], None] = lambda: None
         """Called before the first slot of every step."""
         self.frozen = _compare_what_is_not_trained(module, group)
         """BLAKE3 of the parameters that are not trained; empty if all are."""
@@ -57,13 +57,13 @@ class DataParallel(nn.Module):
         module.register_forward_pre_hook(lambda *_: self._begin_if_due())
 
     def _memory(self) -> Callable[[int], Tensor] | None:
-        """Where the weights lie: on the CPU where the transport exchanges best."""
+        """Allocates the weights: on the CPU in the memory from which the transport exchanges best."""
         group = self.membership.group
         on_cpu = next(self.module.parameters()).device.type == "cpu"
         return (lambda size: group.allocate(1, size)[0]) if on_cpu else None
 
     def _connect(self) -> None:
-        """All that depends on the membership, and on nothing else."""
+        """Build everything that depends on the membership."""
         group = self.membership.group
         self.exchange = Exchange(self.arena, self.membership)
         self.gradients = Accumulator(self.arena, self.membership, self.exchange)
@@ -74,11 +74,11 @@ class DataParallel(nn.Module):
         group.exchanging = True
 
     def enter(self, membership: Membership) -> None:
-        """Take part in another generation; all its members call it together. The step begins again."""
+        """Enter another generation; all its members call it together. The step begins again."""
         on_gradient = self.gradients.on_gradient
-        self._disconnect()
+        self.part()
         self.membership = membership
-        self.arena.wait_for_weights = _nothing
+        self.arena.wait_for_weights = lambda: None
         self.arena.move(self._memory())
         self._connect()
         self.gradients.on_gradient = on_gradient
@@ -91,24 +91,24 @@ class DataParallel(nn.Module):
 
     @property
     def slots(self) -> Slots:
-        """This rank's share of the step's slots, to go through; each begins with its own random generators."""
+        """This rank's share of the step's slots. Iterating over them seeds the random generators for each one."""
         return Slots(self.membership.slots, self._begin, self._forget_slot)
 
     def _forget_slot(self) -> None:
-        """Whoever went through all slots before the first forward begins them again there."""
+        """Reset the current slot, so that the first forward after a bare loop over `slots` begins the slot again."""
         self._slot = None
 
     def _begin_if_due(self) -> None:
-        """Forward begins the next slot where the loop does not go through `slots`."""
+        """Begin the next slot in forward, if the training loop does not iterate over `slots`."""
         slot = self.gradients.next_slot
         if self.module.training and torch.is_grad_enabled() and slot is not None and slot != self._slot:
             self._begin(slot)
 
     def _begin(self, slot: int) -> None:
-        """A slot begins: what it computes depends on seed, step and slot, and on nothing before it."""
+        """Begin a slot: what it computes depends on seed, step and slot only."""
         if not self.gradients.losses:
             if isinstance(self.membership.group, ChangingGroup) and self.membership.group.joins:
-                raise ValueError("a worker joins this run, which needs `for step in model.steps(start, end)`")
+                raise ValueError("a worker that joins a run needs the loop `for step in model.steps(start, end)`")
             self.before_step()
             self.arena.check_module()
             self.phases.begin(self.progress.step + 1)
@@ -121,7 +121,7 @@ class DataParallel(nn.Module):
         seed_generators(self.seed, self.progress.step + 1, slot)
 
     def end_step(self, loss: float, tokens: int, updated: bool) -> None:
-        """The step is committed, with an update or without."""
+        """Count the step as committed, with an update or without."""
         if updated:
             self.buffers_of_step.commit()
         self.progress.committed(loss, tokens, updated)
@@ -138,12 +138,12 @@ class DataParallel(nn.Module):
 
     @property
     def group(self) -> Group:
-        """The group, free for another collective: weights that are still being gathered are waited for."""
+        """The group, free for another collective: waits until the weights are gathered."""
         self.arena.wait_for_weights()
         return self.membership.group
 
     def backward(self, loss: Tensor, count: int, reduction: Literal["mean", "sum"] = "mean") -> None:
-        """Backward of the next slot's loss: the mean over its `count` tokens (or samples), or their sum.
+        """Backward of the next slot's loss, which is the mean over its `count` tokens (or samples), or their sum.
 
         A step's gradient is the mean over all tokens of all its slots, on every rank."""
         if self._slot is not None and self._slot == self.gradients.next_slot:
@@ -153,19 +153,14 @@ class DataParallel(nn.Module):
         self.buffers_of_step.restore()
 
     def close(self) -> None:
-        """Wait for weights that are on their way, stop the thread and let go of the module.
-
-        The group stays open for whoever opened it."""
+        """Wait until the weights are gathered, and disconnect; the caller closes the group."""
         try:
             self.arena.wait_for_weights()
         finally:
-            self._disconnect()
+            self.part()
 
     def part(self) -> None:
-        """Leave the generation, whatever has become of its group; `enter` is what follows."""
-        self._disconnect()
-
-    def _disconnect(self) -> None:
+        """Leave the generation, whose group may have failed: stop the thread and detach from the module."""
         self.exchange.close()
         self.gradients.close()
         group = self.membership.group
@@ -175,20 +170,14 @@ class DataParallel(nn.Module):
 
 
 def _compare_what_is_not_trained(module: nn.Module, group: Group) -> str:
-    """Halt if a frozen parameter or a buffer is not the same on every rank: nothing would ever make it so. Gives the
+    """Halt if a frozen parameter or a buffer differs between ranks, since no update would make it equal; gives the
     digest of the frozen parameters."""
     frozen: dict[str, Tensor] = {name: each for name, each in module.named_parameters() if not each.requires_grad}
     tensors = frozen | dict(module.named_buffers())
     prints = [blake3(repr([(name, value.shape, value.dtype) for name, value in tensors.items()]).encode()).digest()]
     prints += [blake3(as_bytes(value)).digest() for value in tensors.values()]
     everyone = group.all_gather_bytes(b"".join(each[:WIDTH] for each in prints))
-    for index, name in enumerate(["the names of frozen parameters", *tensors]):
-        found = [of_rank[index * WIDTH : (index + 1) * WIDTH] for of_rank in everyone]
-        if len(set(found)) > 1:
-            raise JidokaHalt(1, f"{name} is not trained, and differs{blame_by_majority(found)}", sound=False)
+    for name, blame in differences(["the names of frozen parameters", *tensors], everyone):
+        raise JidokaHalt(1, f"{name} is not trained, and differs{blame}", sound=False)
     named = b"".join(name.encode() + digest for name, digest in zip(frozen, prints[1:], strict=False))
     return blake3(named).hexdigest() if frozen else ""
-
-
-def _nothing() -> None:
-    pass

@@ -1,11 +1,11 @@
-"""The named phases of a step: how long each took, and the places where faults on purpose strike.
+"""The named phases of a step: how long each took, and where injected faults strike.
 
     with phases("exchange"):
         …
 
-Times add up over the slots of a step. `on_enter` is told of every phase as it begins, and of the places
-inside a save; the drills hang on it. With every step's exchange the ranks tell each other what the step before took,
-so that a slow one is seen.
+Times are summed over the slots of a step. `on_enter` is called when a phase begins, and at named places inside a save;
+injected faults use it. As a passenger of every step's exchange the ranks report their times of the step before, so that
+a slow rank is found.
 """
 
 import time
@@ -20,19 +20,19 @@ class Phases:
         self.step = 0
         self.milliseconds: dict[str, float] = {}
         self.last: dict[str, float] = {}
-        """What the step before took."""
+        """Those of the step before."""
         self.of_ranks: dict[str, list[float]] = {}
-        """What the step before took on every rank, by phase and rank."""
-        self.on_enter: Callable[[str, int], None] = _nothing
-        """Called with the place and the step."""
+        """Those of the step before on every rank, by phase and rank."""
+        self.on_enter: Callable[[str, int], None] = lambda place, step: None
+        """Called with the phase or place, and the step."""
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.step, self.last, self.milliseconds = step, self.milliseconds, {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """One phase of the step."""
+        """Time one phase of the step."""
         started = time.perf_counter()
         self.on_enter(name, self.step)
         yield
@@ -40,14 +40,10 @@ class Phases:
         self.milliseconds[name] = self.milliseconds.get(name, 0.0) + 1e3 * seconds
 
     def status(self) -> dict[str, float]:
-        """What this rank tells the others: its times of the step before."""
+        """This rank's times of the step before."""
         return {name: round(milliseconds, 1) for name, milliseconds in self.last.items()}
 
     def receive(self, statuses: Sequence[dict[str, float]]) -> None:
-        """What the ranks have told, by rank."""
+        """Take the times of all ranks."""
         names = dict.fromkeys(name for status in statuses for name in status)
         self.of_ranks = {name: [status.get(name, 0.0) for status in statuses] for name in names}
-
-
-def _nothing(place: str, step: int) -> None:
-    pass

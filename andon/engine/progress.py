@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint's `state.json` must bring back besides weights and optimizer state."""
+"""The progress of a run: what a checkpoint's `state.json` restores besides weights and optimizer state."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Progress:
     skips_in_a_row: int = 0
 
     def committed(self, loss: float, tokens: int, updated: bool) -> None:
-        """A step is done, with an update or without."""
+        """Count a committed step, with an update or without."""
         self.step += 1
         self.loss = loss
         self.tokens += tokens
@@ -29,7 +29,7 @@ class Progress:
 
     @property
     def updates(self) -> int:
-        """How many updates the optimizer has made."""
+        """The number of updates that the optimizer has made."""
         return self.step - self.skipped
 
     def fields(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Progress:
         }
 
     def restore(self, fields: Mapping[str, Any]) -> None:
-        """Go on from where `fields` were taken."""
+        """Restore the counters from `fields`."""
         self.step, self.tokens = fields["step"], fields["tokens"]
         self.loss = math.nan if fields["loss"] is None else fields["loss"]
         self.skipped, self.skips_in_a_row = fields["skipped"], fields["skips_in_a_row"]

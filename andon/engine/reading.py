@@ -1,4 +1,4 @@
-"""Numbers on their way from a GPU to the host: whoever asks for them waits for these alone, not for later work."""
+"""Asynchronous copies of numbers from a GPU to the host: reading them does not wait for later work of the GPU."""
 
 from typing import Any
 

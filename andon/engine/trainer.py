@@ -1,4 +1,4 @@
-"""The trainer: one worker's part of a step. Every rank runs the same lines."""
+"""The trainer: the step of a run, as every rank runs it, and what it finds when a step is not sound."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -12,25 +12,26 @@ from andon.checkpoint.checkpointer import Checkpointer
 from andon.data.batches import checksum
 from andon.engine.loader import BatchSource, Loader
 from andon.engine.membership import Membership
-from andon.engine.optimizer import Optimizer, Totals
-from andon.engine.recovery.commit import Settlement
+from andon.engine.optimizer import Optimizer
+from andon.engine.recovery.commit import Recovery
+from andon.engine.verdict import Totals
 from andon.integrity.halt import Finding, Flaw, JidokaHalt, find_flaw, share_findings
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step needs to know of the configuration."""
+    """The part of the configuration that a step uses."""
 
     learning_rate: Callable[[int], float]
-    """Of a step, which counts from 1."""
+    """By step; the first step is 1."""
     last_step: int
     clip: float = 0.0
     skips_allowed: int = 0
-    """How many steps in a row may be skipped because a gradient was not finite; the next one halts."""
+    """How many steps in a row may be skipped because a gradient is not finite; the next one halts."""
 
 
 class SamplesOfStep:
-    """A checksum of the samples of each slot; all ranks learn all of them with the step's exchange."""
+    """A checksum of the samples of each slot; a passenger of the step's exchange."""
 
     def __init__(self) -> None:
         self.mine: list[int] = []
@@ -44,7 +45,7 @@ class SamplesOfStep:
 
 
 class Trainer:
-    """Trains a model whose forward gives the loss of a batch, summed over its targets; or another `loss` of it."""
+    """Trains a model whose forward gives the loss of a batch, summed over its targets, unless `loss` is replaced."""
 
     def __init__(
         self,
@@ -55,9 +56,8 @@ class Trainer:
     ) -> None:
         self.optimizer, self.model, self.batches = optimizer, optimizer.model, batches
         self.settings, self.progress, self.checkpointer = settings, optimizer.progress, checkpointer
-        self.stop = optimizer.stop
         self.batch = Loader(batches, self.model.arena.device)
-        """The batch of a step's slot, on the device."""
+        """(step, slot) → the batch, on the device."""
         self.loss: Callable[[Tensor, Tensor], Tensor] = self.model
         self.on_step: Callable[[Totals], None] = lambda totals: None
         self._samples = SamplesOfStep()
@@ -68,23 +68,22 @@ class Trainer:
             optimizer.passengers.append(checkpointer)
 
     def resume(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         assert self.checkpointer, "a trainer without a checkpointer cannot resume"
         self.checkpointer.load(folder)
 
     def train_step(self) -> Totals:
         """One step: slots, exchange, verdict, update, and a save where one is due."""
         step, model = self.progress.step + 1, self.model
-        self._samples.mine = []
+        self._samples.mine = [checksum(self.batches.windows(step, slot)) for slot in model.membership.slots]
         for slot in model.slots:
             x, y, count = self.batch(step, slot)
-            self._samples.mine.append(checksum(self.batches.windows(step, slot)))
             with model.phases("forward"):
                 loss = self.loss(x, y)
-            self._prepare_batch_after(step, slot)
+            self._prepare_next_batch(step, slot)
             with model.phases("backward"):
                 model.backward(loss, count, reduction="sum")
-            del loss  # with its graph: the next slot's activations need the memory
+            del loss  # frees its graph: the next slot's activations need the memory
         self.optimizer.lr = self.settings.learning_rate(step)
         totals = self.optimizer.step(self.settings.clip)
         self.on_step(totals)
@@ -93,33 +92,33 @@ class Trainer:
                 self.checkpointer.after(step, last=self.is_last)
         return totals
 
-    def _prepare_batch_after(self, step: int, slot: int) -> None:
+    def _prepare_next_batch(self, step: int, slot: int) -> None:
         slots = self.model.membership.slots
         if slot < slots[-1]:
             self.batch.prepare(step, slot + 1)
         elif step < self.settings.last_step:
             self.batch.prepare(step + 1, slots[0])
 
-    def enter(self, membership: Membership, recorded: int) -> Settlement:
-        """Go on in another generation; all its members call it together. See `Optimizer.enter`."""
-        settled = self.optimizer.enter(membership, recorded)
+    def enter(self, membership: Membership, recorded: int) -> Recovery:
+        """Enter another generation; all its members call it together. See `Optimizer.enter`."""
+        recovery = self.optimizer.enter(membership, recorded)
         if self.checkpointer:
             self.checkpointer.enter()
-        return settled
+        return recovery
 
     def part(self) -> None:
-        """Leave the generation, whatever has become of its group."""
+        """Leave the generation; its group may have failed."""
         if self.checkpointer:
             self.checkpointer.close()
         self.model.part()
 
     @property
     def is_last(self) -> bool:
-        """Whether no step follows the one that was done."""
-        return self.stop.agreed or self.progress.step >= self.settings.last_step
+        """Whether the step that was just done is the last one."""
+        return self.optimizer.stop.agreed or self.progress.step >= self.settings.last_step
 
     def judge(self, step: int, totals: Totals) -> bool:
-        """Whether to update: not if the step is skipped; pulls the cord if it must not be (F-DP-003)."""
+        """Whether to update; a step that is not sound is skipped, or halts if too many in a row were (F-DP-003)."""
         if totals.sound:
             return True
         if self.progress.skips_in_a_row < self.settings.skips_allowed:
@@ -127,7 +126,7 @@ class Trainer:
         raise JidokaHalt(step, totals.complaint, share_findings(self.model.group, self.findings(step, totals)))
 
     def findings(self, step: int, totals: Totals) -> list[Finding]:
-        """Compute this rank's slots again, one by one, and look at every gradient."""
+        """Compute this rank's slots again, one by one, and inspect every gradient."""
         layout, rank = self.model.arena.layout, self.model.membership.rank
         units = {unit for culprit, unit in totals.bad_units if culprit == rank}
         found = []
@@ -141,11 +140,11 @@ class Trainer:
                 unit = layout.unit_of(flaw.parameter) if flaw.parameter != "loss" else "loss"
                 units.discard(unit)
                 found.append(self._finding(step, slot, unit, flaw, rows))
-        passing = Flaw("", 0, 0, "a value that is not finite")
-        return found + [self._finding(step, None, unit, passing) for unit in sorted(units)]
+        not_seen_again = Flaw("", 0, 0, "a value that is not finite")
+        return found + [self._finding(step, None, unit, not_seen_again) for unit in sorted(units)]
 
     def _bad_rows(self, x: Tensor, y: Tensor) -> list[int]:
-        """The rows of a batch whose own loss is not finite; all of them, if each by itself is."""
+        """The rows of a batch whose loss is not finite; all rows if each loss by itself is finite."""
         with torch.no_grad():
             bad = [row for row in range(len(x)) if not torch.isfinite(self.loss(x[row : row + 1], y[row : row + 1]))]
         return bad or list(range(len(x)))
@@ -157,7 +156,7 @@ class Trainer:
         return Finding(**asdict(flaw), rank=rank, host=host, slot=slot, samples=samples, unit=unit)
 
     def close(self) -> None:
-        """Stop threads; the group stays open for whoever opened it."""
+        """Stop threads; the caller closes the group."""
         if self.checkpointer:
             self.checkpointer.close()
         self.batch.close()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from andon.config.finetune import FinetuneConfig
-from andon.engine.recovery.commit import Settlement
+from andon.engine.recovery.commit import Recovery
 from andon.engine.trainer import Trainer
 from andon.finetune.answer import Answering
 from andon.finetune.base import Base
@@ -46,10 +46,10 @@ class FineTuning(Loop):
         for name, value in self.trainer.model.arena.parameters.items():
             value.data.copy_(first[name])
 
-    def go_on(self, settled: Settlement, recorded: int, since: float) -> None:
+    def go_on(self, recovery: Recovery, recorded: int, since: float) -> None:
         """A step that was not committed is done again, and so are its answers."""
         self.learning.accuracy.forget()
-        super().go_on(settled, recorded, since)
+        super().go_on(recovery, recorded, since)
 
     def step_facts(self, tokens_per_s: float) -> dict[str, Any]:
         """Right answers of the step, over all ranks."""

@@ -1,10 +1,10 @@
-"""Faults on purpose, for tests and drills, written as `kind:key=value,…`.
+"""Injected faults, for tests and drills, written as `kind:key=value,…`.
 
 nan:rank=1,step=7[,slot=S][,parameter=NAME]   a gradient element becomes NaN (inf: infinity)
 bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second|master][,bit=K]   a bit flips before forward
 die:rank=1,step=5[,at=forward|backward|exchange|optimizer]   the process kills itself
     or, while it saves that step, at=snapshot|write|sync|wrote, and on rank 0 at=manifest|rename|renamed|prune
-stall:rank=1,step=5[,at=…][,seconds=…]   it stands still
+stall:rank=1,step=5[,at=…][,seconds=…]   the process sleeps
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ KEYS = {
     "die": ("rank", "step", "at"),
     "stall": ("rank", "step", "at", "seconds"),
 }
+NUMBERS = ("rank", "step", "slot", "bit", "seconds")
 SAVE_PLACES = ("snapshot", "write", "sync", "wrote", "manifest", "rename", "renamed", "prune")
 PLACES = ("forward", "backward", "exchange", "optimizer", *SAVE_PLACES)
 
@@ -49,7 +50,7 @@ class Fault:
 
     @property
     def place(self) -> str:
-        """Where a death or a stall strikes; a bit flips before forward."""
+        """Where the process dies or stalls; a bit flips before forward."""
         return self.arguments.get("at", "forward")
 
 
@@ -57,15 +58,12 @@ def parse(text: str) -> Fault:
     """Read one fault; an error says what is wrong with it."""
     kind, _, rest = text.partition(":")
     if kind not in KEYS:
-        raise _refused(text, f"'{kind}' is none of {', '.join(KEYS)}")
+        raise _refused(text, f"'{kind}' is not one of {', '.join(KEYS)}")
     arguments = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
     if unknown := [key for key in arguments if key not in KEYS[kind]]:
-        raise _refused(text, f"'{unknown[0]}' is none of {', '.join(KEYS[kind])}")
-    for key in ("rank", "step"):
-        if not arguments.get(key, "").isdigit():
-            raise _refused(text, f"{key}= must be a number")
-    for key in ("slot", "bit", "seconds"):
-        if key in arguments and not arguments[key].isdigit():
+        raise _refused(text, f"'{unknown[0]}' is not one of {', '.join(KEYS[kind])}")
+    for key, value in ({"rank": "", "step": ""} | arguments).items():
+        if key in NUMBERS and not value.isdigit():
             raise _refused(text, f"{key}= must be a number")
     if arguments.get("at", "forward") not in PLACES:
         raise _refused(text, f"at= must be one of {', '.join(PLACES)}")
@@ -73,7 +71,7 @@ def parse(text: str) -> Fault:
 
 
 class Faults:
-    """The faults of one rank. In a step a fault strikes once, in a save at every attempt."""
+    """The faults of one rank. In a step a fault strikes once, in a save on every attempt."""
 
     def __init__(self, texts: Sequence[str], order: Order, rank: int, layout: Layout, state: State) -> None:
         faults = [parse(text) for text in texts]
@@ -83,7 +81,7 @@ class Faults:
         self._mine = [fault for fault in faults if fault.rank == rank]
 
     def strike(self, place: str, step: int) -> None:
-        """Die, stall or flip a bit, if that is to happen at this place of this step."""
+        """Die, stall or flip a bit, if a fault is due at this place of this step."""
         due = [fault for fault in self._mine if fault.step == step and fault.place == place]
         for fault in due:
             if fault.kind in ("stall", "bitflip") and place not in SAVE_PLACES:
@@ -96,7 +94,7 @@ class Faults:
                 self._flip(fault)
 
     def poison(self, step: int, slot: int, name: str, gradient: Tensor) -> None:
-        """Spoil an element of a gradient, if that is to happen to this parameter in this slot."""
+        """Make an element of a gradient NaN or Inf, if a fault is due for this parameter in this slot."""
         for fault in self._mine:
             wanted = (fault.step, fault.arguments.get("parameter", name))
             in_slot = int(fault.arguments.get("slot", self._first_slot)) == slot
@@ -115,7 +113,7 @@ class Faults:
 
 
 def _check(text: str, fault: Fault, order: Order, layout: Layout, state: State) -> None:
-    """Refuse a fault that could never happen: of a rank, slot, parameter, unit or buffer that is not there."""
+    """Refuse a fault that could never happen: its rank, slot, parameter, unit or buffer does not exist."""
     if fault.rank >= order.world_size:
         raise _refused(text, f"there are only {order.world_size} ranks")
     for key, known in (
@@ -125,9 +123,8 @@ def _check(text: str, fault: Fault, order: Order, layout: Layout, state: State) 
         ("buffer", list(state())),
     ):
         if key in fault.arguments and fault.arguments[key] not in known:
-            near = difflib.get_close_matches(fault.arguments[key], known, n=3, cutoff=0.0)
-            hint = f"it has {', '.join(near)} …"
-            raise _refused(text, f"rank {fault.rank} has no {key} '{fault.arguments[key]}' ({hint})")
+            near = ", ".join(difflib.get_close_matches(fault.arguments[key], known, n=3, cutoff=0.0))
+            raise _refused(text, f"rank {fault.rank} has no {key} '{fault.arguments[key]}' (it has {near} …)")
 
 
 def _refused(text: str, cause: str) -> UserError:

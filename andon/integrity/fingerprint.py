@@ -1,16 +1,16 @@
 """Fingerprints: in every step all ranks compare what they hold in common (C-DDP-001, F-DP-001).
 
-They compare before they update, while a difference has not spread yet. With ZeRO a flipped bit in the part that a rank
-owns would otherwise become everyone's weight with the next gather, and no comparison could find it.
+They compare before the update, before a difference can spread. With ZeRO a flipped bit in the part that a rank owns
+would otherwise reach every rank with the next gather, and no comparison could find it.
 
-Each *cell* of a buffer (1,024 elements) is read as integers of 64 bits and summed, so that any flipped bit changes its
-cell; a unit's fingerprint is a hash of its cell sums: one pass at the speed of memory. The facts of the step (its
-number, the learning rate, the configuration) have a fingerprint too. With three ranks or more, the majority tells which
-rank is wrong.
+Each *cell* of a buffer (1,024 elements) is read as 64-bit integers and summed, so that any flipped bit changes its sum;
+a unit's fingerprint is a hash of its cell sums: one pass at the speed of memory. The facts of the step (its number, the
+learning rate, the configuration) have a fingerprint, too. With three ranks or more, the majority shows which rank is
+wrong.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ class Fingerprints:
         ]
 
     def take(self, facts: str, small: Iterable[bytes] = ()) -> bytes:
-        """This rank's fingerprints; before them that of the facts of the step, and that of small buffers."""
+        """This rank's fingerprints: of the facts of the step, of small buffers, and of each unit of each buffer."""
         prints = [blake3(facts.encode()).digest(WIDTH), blake3(b"".join(small)).digest(WIDTH)]
         for buffer in self.buffers().values():
             sums = cell_sums(buffer)
@@ -47,22 +47,14 @@ class Fingerprints:
         return b"".join(prints)
 
     def compare(self, step: int, everyone: list[bytes]) -> None:
-        """Halt if any rank holds other bits, by the fingerprints of all ranks; names unit and, by majority, rank."""
-        if all(prints == everyone[0] for prints in everyone):
-            return
-        raise JidokaHalt(step, "; ".join(self._differences(everyone)), sound=False)
-
-    def _differences(self, everyone: list[bytes]) -> list[str]:
-        found = []
-        for index, label in enumerate(self.labels):
-            prints = [of_rank[index * WIDTH : (index + 1) * WIDTH] for of_rank in everyone]
-            if len(set(prints)) > 1:
-                found.append(f"the {label} differ{blame_by_majority(prints)}")
-        return found
+        """Halt if the fingerprints of the ranks differ; names the unit and, by majority, the rank."""
+        if len(set(everyone)) > 1:
+            found = [f"the {label} differ{blame}" for label, blame in differences(self.labels, everyone)]
+            raise JidokaHalt(step, "; ".join(found), sound=False)
 
 
 def compare_replicas(group: Group, step: int, own: Sequence[Tensor], replica: Sequence[Tensor]) -> None:
-    """Halt if a rank's optimizer state is not the replica that the next rank keeps of it."""
+    """Halt if a rank's optimizer state differs from the replica that the next rank keeps of it."""
     mine, kept = (blake3(b"".join(cell_sums(each).tobytes() for each in held)).digest(WIDTH) for held in (own, replica))
     everyone = group.all_gather_bytes(mine + kept)
     for rank, prints in enumerate(everyone):
@@ -83,6 +75,14 @@ def cell_sums(buffer: Tensor) -> npt.NDArray[np.int64]:
     """The sum of each cell, read as 64-bit integers that wrap around."""
     sums = buffer.view(torch.int64).view(-1, CELL * buffer.element_size() // 8).sum(1)
     return np.asarray(sums.cpu().numpy())
+
+
+def differences(labels: Iterable[str], everyone: Sequence[bytes]) -> Iterator[tuple[str, str]]:
+    """(label, blame) of each fingerprint that differs, from the concatenated fingerprints of every rank."""
+    for index, label in enumerate(labels):
+        prints = [of_rank[index * WIDTH : (index + 1) * WIDTH] for of_rank in everyone]
+        if len(set(prints)) > 1:
+            yield label, blame_by_majority(prints)
 
 
 def blame_by_majority(prints: Sequence[bytes | str]) -> str:

@@ -1,13 +1,12 @@
-"""Whose gradient was not finite (F-DP-003).
+"""Which rank's gradient was not finite (F-DP-003).
 
-A value that is not finite anywhere makes the global norm not finite, which every rank sees. Whose it was is
-told in one of two ways. Where the reduce leaves its inputs alone, the ranks look at their contributions
-afterwards, and only if the norm was bad (`blame_after_reduce`). Where it overwrites them, each rank checks
-its contribution before the reduce: it sums every gradient right after backward, while the cache holds it
-(`GradientSums`), and a sum that is not finite has the unit looked at element by element.
+A value that is not finite anywhere makes the global norm not finite, which every rank sees. The rank that computed it
+is found in one of two ways. If the reduce preserves its inputs, the ranks check their contributions afterwards, and
+only if the norm is bad (`blame_after_reduce`). If the reduce overwrites them, each rank checks its contribution before:
+it sums every gradient right after backward, while the cache holds it (`GradientSums`), and checks a unit element by
+element if one of its sums is not finite.
 """
 
-import json
 from collections.abc import Sequence
 
 import torch
@@ -18,20 +17,20 @@ from andon.optim.sharding import Ownership
 from andon.transport.base import Group
 
 SAFE_MAX = 1e37
-"""Values below it can be added up over a few ranks and slots without an overflow."""
+"""Smaller values can be summed over a few ranks and slots without an overflow."""
 
 
 class GradientSums:
-    """The sum of each gradient after each slot of a step; a value that is not finite makes its sum so."""
+    """The sum of each gradient in each slot of a step; a value that is not finite makes the sum not finite."""
 
     def __init__(self, arena: Arena, slots: range) -> None:
         self._first_slot = slots.start
-        # One tensor for all: small tensors among large ones that come and go would fragment the allocator.
+        # One tensor for all: many small tensors among large temporary ones would fragment the allocator.
         self._sums = arena.zeros(len(slots) * len(arena.parameters)).view(len(slots), -1)
         self._column = {name: column for column, name in enumerate(arena.layout.slices)}
 
     def reset(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._sums.zero_()
 
     def note(self, slot: int, name: str, gradient: Tensor) -> None:
@@ -39,21 +38,21 @@ class GradientSums:
         torch.sum(gradient.view(-1), 0, out=self._sums[slot - self._first_slot, self._column[name]])
 
     def are_finite(self, unit: Unit) -> bool:
-        """Whether all sums of a unit are."""
+        """Whether all sums of a unit are finite."""
         first = self._column[unit.slices[0].name]
         return bool(torch.isfinite(self._sums[:, first : first + len(unit.slices)]).all())
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether every value is finite, and far from where a sum of several would not be."""
+    """Whether every value is finite, and so small that the sum over the ranks is finite, too."""
     return not values.numel() or bool(values.abs().amax() < SAFE_MAX)
 
 
 def blame_after_reduce(group: Group, ownership: Ownership, rows: Tensor, total: Tensor) -> list[tuple[int, str]]:
-    """(rank, unit) of every contribution that was not finite, from rows that the reduce left alone.
+    """(rank, unit) of every contribution that was not finite, from rows that the reduce has preserved.
 
-    Only an owner's part of its own first row was overwritten, with the sum. If that sum is bad and no other
-    contribution to the part is, the owner's own was."""
+    It has overwritten only the owner's part of the owner's first row, with the sum. If that sum is bad and no other
+    contribution to the part is, the owner's contribution was bad."""
     rank, units = group.rank, ownership.layout.units
     bad: list[tuple[int, int]] = []
     bad_sums: list[int] = []
@@ -63,8 +62,8 @@ def blame_after_reduce(group: Group, ownership: Ownership, rows: Tensor, total: 
                 bad.append((unit, owner))
             if owner == rank and not is_finite(total[lo:hi]):
                 bad_sums.append(unit)
-    reports = [json.loads(data) for data in group.all_gather_bytes(json.dumps([bad, bad_sums]).encode())]
-    blamed = _blame([(_pairs(found), sums) for found, sums in reports])
+    reports = group.all_gather_json([bad, bad_sums])
+    blamed = _blame([({(unit, owner) for unit, owner in found}, sums) for found, sums in reports])
     return [(culprit, units[unit].name) for culprit, unit in sorted(blamed)]
 
 
@@ -75,7 +74,3 @@ def _blame(reports: Sequence[tuple[set[tuple[int, int]], list[int]]]) -> set[tup
     for owner, (_, bad_sums) in enumerate(reports):
         blamed |= {(owner, unit) for unit in bad_sums if (unit, owner) not in explained}
     return blamed
-
-
-def _pairs(found: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
-    return {(unit, owner) for unit, owner in found}

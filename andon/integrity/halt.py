@@ -1,12 +1,11 @@
 """The cord: a halt stops every rank at the same step, with the weights of the last committed step.
 
-A *finding* is one bad gradient or loss: who computed it, from which samples, and what exactly is wrong. When
-the ranks agree that a step is not sound, every rank computes its slots again, one by one, from the same
-weights and samples, and looks at every gradient. The findings of all ranks are collected before the halt is
-raised, so that every rank raises the same one.
+A *finding* is one bad gradient or loss: the rank that computed it, its samples, and what exactly is wrong. When the
+ranks agree that a step is not sound, every rank computes its slots again, one by one, from the same weights and
+samples, and inspects every gradient. The findings of all ranks are gathered before the halt is raised, so that every
+rank raises the same halt.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,13 +28,13 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Finding(Flaw):
-    """A flaw, and where it comes from. No slot: it was not there when the slots were computed again."""
+    """A flaw and its origin. No slot: the flaw did not appear again when the slots were computed again."""
 
     rank: int
     host: str
     slot: int | None
     samples: list[int | str]
-    """Numbers of windows, or the lines of a file."""
+    """Numbers of windows, or lines of a file."""
     unit: str
 
     def __str__(self) -> str:
@@ -47,7 +46,7 @@ class Finding(Flaw):
 
 
 class JidokaHalt(Exception):
-    """The line stopped: at which step, why, and what was found. Weights are those of the step before."""
+    """The line stopped: the step, the cause and the findings. The weights are those of the step before."""
 
     def __init__(self, step: int, cause: str, findings: Sequence[Finding] = (), sound: bool = True) -> None:
         super().__init__(f"halted at step {step}: {cause}" + "".join(f"\n  {finding}" for finding in findings))
@@ -56,13 +55,12 @@ class JidokaHalt(Exception):
         """Whether this rank's weights can be trusted (they cannot after a fingerprint mismatch)."""
 
     def fields(self) -> dict[str, Any]:
-        """What `halt.json` says."""
-        findings = [asdict(finding) for finding in self.findings]
+        """The fields of `halt.json`."""
         return {
             "step": self.step,
             "committed": self.step - 1,
             "cause": self.cause,
-            "findings": findings,
+            "findings": [asdict(finding) for finding in self.findings],
             "sound": self.sound,
         }
 
@@ -78,6 +76,6 @@ def find_flaw(name: str, values: Tensor) -> Flaw | None:
 
 
 def share_findings(group: Group, mine: Sequence[Finding]) -> list[Finding]:
-    """Everyone's findings, in the order of ranks and slots."""
-    everyone = group.all_gather_bytes(json.dumps([asdict(finding) for finding in mine]).encode())
-    return [Finding(**fields) for data in everyone for fields in json.loads(data)]
+    """The findings of all ranks, in the order of ranks and slots."""
+    everyone = group.all_gather_json([asdict(finding) for finding in mine])
+    return [Finding(**fields) for findings in everyone for fields in findings]

@@ -1,6 +1,6 @@
 """The probe: digests of small fixed computations. Machines whose probes are equal compute the same bits.
 
-Each operation has a digest of its own, so that a difference can be named. The inputs come from integer arithmetic and
+Each operation has a separate digest, so that a difference can be named. The inputs come from integer arithmetic and
 are the same everywhere.
 """
 
@@ -24,17 +24,17 @@ DIGEST_BYTES: Final = 8
 
 
 def take_probe(device: torch.device) -> Probe:
-    """Compute every operation on a device."""
+    """Compute every operation on a device, and its digest."""
     return {name: _digest(operation(device)) for name, operation in OPERATIONS.items()}
 
 
 def differing(mine: Probe, other: Probe) -> list[str]:
-    """The operations that two probes have in common and that differ."""
+    """The operations in both probes whose digests differ."""
     return [name for name, digest in mine.items() if other.get(name, digest) != digest]
 
 
 def compare_probes(group: Group, mine: Probe, mixed: bool) -> str:
-    """What the ranks compute differently, and which rank; nothing if all compute the same bits.
+    """Name the operations that the ranks compute differently, and the rank; empty if all compute the same bits.
 
     Different bits are refused unless `mixed` allows them; then the group is marked as mixed."""
     everyone = [each.decode().split() for each in group.all_gather_bytes(" ".join(mine.values()).encode())]
@@ -52,7 +52,7 @@ def compare_probes(group: Group, mine: Probe, mixed: bool) -> str:
 
 
 def _numbers(device: torch.device, *shape: int, seed: int = 1) -> Tensor:
-    """Numbers between -1 and 1 without a pattern, exact in f32."""
+    """Pseudo-random numbers between -1 and 1, exact in f32."""
     count = torch.Size(shape).numel()
     mixed = (torch.arange(count, dtype=torch.int64) + seed) * 2654435761 % 4294967296
     return ((mixed // 256).float() / 2**23 - 1).view(shape).to(device)
@@ -66,19 +66,24 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def _with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """A result, and the gradients of all inputs."""
+    """The result, and the gradients of all inputs."""
     leaves = [each.requires_grad_() for each in inputs]
     result = function(*leaves)
-    # A product with weights, because giving them to `grad` loads torch's symbolic shapes: 35 MB.
+    # Weights multiply the result here, because `grad_outputs` would load torch's symbolic shapes: 35 MB.
     weighted = result * _numbers(result.device, *result.shape, seed=99)
     return [result, *torch.autograd.grad(weighted.sum(), leaves)]
 
 
+def _products(device: torch.device, *shapes: tuple[int, int, int]) -> list[Tensor]:
+    found = []
+    for rows, inner, columns in shapes:
+        found += _with_gradients(torch.matmul, _numbers(device, rows, inner), _numbers(device, inner, columns, seed=7))
+    return found
+
+
 def _matrix_products(device: torch.device) -> list[Tensor]:
     """The shapes of a small transformer's layers: libraries choose a kernel by shape."""
-    found = []
-    for rows, inner, columns in ((512, 128, 384), (96, 160, 33), (8, 512, 1024)):
-        found += _with_gradients(torch.matmul, _numbers(device, rows, inner), _numbers(device, inner, columns, seed=7))
+    found = _products(device, (512, 128, 384), (96, 160, 33), (8, 512, 1024))
     if device.type == "cuda":  # as compiled blocks multiply
         gradient, inputs = _numbers(device, 512, 384).bfloat16(), _numbers(device, 512, 128, seed=7).bfloat16()
         found.append(product_f32(gradient.t(), inputs))
@@ -86,11 +91,8 @@ def _matrix_products(device: torch.device) -> list[Tensor]:
 
 
 def _vendor_products(device: torch.device) -> list[Tensor]:
-    """Sizes for which MKL adds in another order on AMD than on Intel: on AMD it ignores `MKL_CBWR`."""
-    found = []
-    for rows, inner, columns in ((32, 1024, 4), (64, 256, 64), (3, 100, 64)):
-        found += _with_gradients(torch.matmul, _numbers(device, rows, inner), _numbers(device, inner, columns, seed=7))
-    return found
+    """Shapes for which MKL adds in a different order on AMD than on Intel: on AMD it ignores `MKL_CBWR`."""
+    return _products(device, (32, 1024, 4), (64, 256, 64), (3, 100, 64))
 
 
 def _attention(device: torch.device) -> list[Tensor]:

@@ -9,14 +9,14 @@ from torch import Tensor
 from andon.model.llama import Cache, Llama
 
 COLDEST: Final = 1e-30
-"""Logits divided by a lower temperature overflow in f32; it counts as 0: the likeliest token."""
+"""Logits divided by a lower temperature overflow in f32; it counts as 0, which takes the likeliest token."""
 
 
 @torch.no_grad()
 def sample(
     model: Llama, prompts: Sequence[Sequence[int]], end: int, length: int, temperature: float = 1.0, seed: int = 0
 ) -> list[list[int]]:
-    """Continue several prompts of one length at once, up to `length` tokens each or the end token."""
+    """Continue several prompts of the same length at once, each up to `length` tokens or the end token."""
     rows = torch.tensor(prompts, dtype=torch.long, device=model.cos.device)
     done = [False] * len(prompts)
     out: list[list[int]] = [[] for _ in prompts]

@@ -19,8 +19,8 @@ def load_model(folder: Path) -> Llama:
     """The model of a checkpoint folder, ours or Hugging Face's."""
     shape = read_shape(folder)
     size = sum(part.stat().st_size for part in folder.glob(WEIGHTS))
-    if shape.parameters > size > 0:  # even in 8 bits they would take more
-        raise _another_shape(folder, f"{shape.parameters:,} weights of config.json are not in {size:,} bytes")
+    if shape.parameters > size > 0:  # too small even for 8-bit weights
+        raise _another_shape(folder, f"config.json has {shape.parameters:,} weights, the files only {size:,} bytes")
     try:
         model = Llama(shape)
     except RuntimeError as error:
@@ -30,9 +30,9 @@ def load_model(folder: Path) -> Llama:
 
 
 def load_tensors(wanted: Mapping[str, Tensor], folder: Path, exactly: bool = False) -> None:
-    """Copy tensors of `model.safetensors` (or its numbered parts) into those that are wanted, by name.
+    """Copy tensors of `model.safetensors` (or its numbered parts) into the wanted ones, by name.
 
-    With `exactly`, the file must hold no others, and have their dtypes."""
+    With `exactly`, the files must hold no other tensors, and the same dtypes."""
     found: set[str] = set()
     for part in sorted(folder.glob(WEIGHTS)):
         with _open(part) as file:
@@ -54,12 +54,12 @@ def load_tensors(wanted: Mapping[str, Tensor], folder: Path, exactly: bool = Fal
 
 @contextmanager
 def _open(part: Path) -> Iterator[Any]:
-    """A safetensors file; what is wrong with it is an error that names it."""
+    """Open a safetensors file; an error names it."""
     try:
         with safe_open(part, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        remedy = "Copy it again from where it came"
+        remedy = "Copy it again from its source"
         raise UserError(f"{part.parent} is damaged", f"{part.name}: {error}", remedy) from None
 
 

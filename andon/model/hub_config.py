@@ -8,7 +8,7 @@ from andon.errors import UserError
 from andon.model.shape import Shape
 
 PLAIN = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""What every `config.json` must say, or leave to these defaults."""
+"""The values that every `config.json` must have; a missing key means the same."""
 FIELDS = {
     "vocab": "vocab_size",
     "hidden": "hidden_size",
@@ -35,7 +35,7 @@ def to_hub(shape: Shape, end_token: int, dtype: object = "torch.float32") -> dic
 def from_hub(config: Any, source: Path) -> Shape:
     """The shape of a `config.json`; an error names the features that this decoder does not have."""
     if not isinstance(config, dict):
-        raise UserError(f"{source} is not a configuration", "It is JSON, but no object", CHECK_FOLDER)
+        raise UserError(f"{source} is not a configuration", "It is JSON, but not an object", CHECK_FOLDER)
     expected = {**PLAIN, "rope_scaling": None}
     unsupported = [f"{key} = {config[key]!r}" for key, only in expected.items() if config.get(key, only) != only]
     rope = config.get("rope_parameters")
@@ -53,7 +53,7 @@ def from_hub(config: Any, source: Path) -> Shape:
     except KeyError as missing:
         raise UserError(f"{source} lacks {missing}", "It does not describe a Llama model", CHECK_FOLDER) from None
     if problem := shape.problem():
-        raise UserError(f"{source} describes no model that there can be", problem, CHECK_FOLDER)
+        raise UserError(f"{source} describes an impossible model", problem, CHECK_FOLDER)
     if config.get("head_dim") not in (None, shape.head_dim):
         raise _not_plain(source, [f"head_dim = {config['head_dim']!r}"])
     return shape

@@ -1,11 +1,11 @@
 """Layers that can write the gradient of their weight directly into the arena.
 
-Autograd allocates a tensor for each gradient, which is then copied into the arena; at small batches that
-costs more memory traffic than the matrix product. A weight with a `grad_out` gets its gradient written there instead.
+Autograd allocates a tensor for each gradient, which is then copied into the arena; for small batches that costs more
+memory traffic than the matrix product. If a weight has a `grad_out`, its gradient is written there instead.
 
-A layer computes in the dtype of its inputs. A weight held in bf16 is converted to f32 for inputs in f32, and its
-gradient is f32 where the parameter allows it (`grad_dtype`). Backward converts it again instead of keeping the copy:
-the copies of all layers would take the memory of f32 weights.
+A layer computes in the dtype of its inputs. A bf16 weight is converted to f32 for f32 inputs, and its gradient is f32
+where the parameter allows it (`grad_dtype`). Backward converts the weight again instead of keeping the copy: the copies
+of all layers would take as much memory as f32 weights.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """The layer from hidden states to logits. Given targets it gives their summed loss instead."""
+    """The layer from hidden states to logits; with targets it returns their summed loss."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None or x.dtype == torch.float32:
@@ -43,7 +43,7 @@ class Head(Linear):
                 return logits
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
         rows = x.flatten(0, 1)
-        weight = self.weight if torch.is_grad_enabled() else self.weight.detach()  # otherwise its gradient is computed
+        weight = self.weight if torch.is_grad_enabled() else self.weight.detach()  # or its gradient would be computed
         return SummedLoss.apply(rows, weight, targets.flatten())  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -57,7 +57,7 @@ class Embedding(nn.Embedding):
 
 
 def as_f32(weight: Tensor) -> Tensor:
-    """A weight in f32; its gradient is not rounded on the way back."""
+    """A weight in f32; backward does not round its gradient."""
     if weight.dtype == torch.float32:
         return weight
     if torch.compiler.is_compiling():

@@ -20,17 +20,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Kernels:
-    """What compiled blocks call on a GPU, for whole windows in training."""
+    """Functions that compiled blocks call on a GPU, for whole windows in training."""
 
     attend: Attend
     product: Callable[..., Tensor]
-    """(inputs, weights …) → their outputs, side by side."""
+    """(inputs, weights …) → the outputs, side by side."""
     gated: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """(inputs, gate, up, down) → the feed-forward layer's output."""
 
 
 class Cache:
-    """Keys and values of the tokens seen so far, for sampling; rows are windows, `length` counts tokens."""
+    """Keys and values of the tokens seen so far, for sampling; `length` counts the tokens."""
 
     def __init__(self, model: "Llama", batch: int) -> None:
         shape = model.shape
@@ -39,7 +39,7 @@ class Cache:
         self.length = 0
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a layer's new keys and values (B K T D); gives all of them so far."""
+        """Append a layer's new keys and values (B K T D); returns all so far."""
         end = self.length + k.shape[2]
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         return out
 
     def _over_windows(self, x: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels) -> Tensor:
-        """The same with less memory traffic: one product for queries, keys and values, which stay as it leaves them."""
+        """The same with less memory traffic: one product for queries, keys and values, whose output is not copied."""
         batch, length, _ = x.shape
         heads = kernels.product(x, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
         heads = heads.view(batch, length, -1, self.head_dim)
@@ -169,9 +169,9 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.compute = torch.float32
-        """The dtype of hidden states and products; norms and the loss are computed in f32 in either case."""
+        """The dtype of hidden states and products; norms and the loss are always computed in f32."""
         self.stacks: list[Stack] = []
-        """The blocks as training calls them, if they are compiled: a few at a time."""
+        """The compiled blocks, a few in each stack; empty if they are not compiled. Only training calls them."""
         self.model = Decoder(shape)
         self.lm_head = Head(shape.hidden, shape.vocab)
         if shape.tied:
@@ -181,7 +181,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """B T tokens to hidden states; with a cache, the tokens follow those seen so far, one at a time."""
+        """B T tokens to hidden states; with a cache, the tokens follow those seen so far."""
         start = cache.length if cache else 0
         end = start + tokens.shape[1]
         if end > self.shape.context:
@@ -215,7 +215,7 @@ class Llama(nn.Module):
         return loss
 
     def initialise(self, seed: int) -> None:
-        """Draw all weights from `seed`: normal, std 0.02, smaller where blocks add to the residual."""
+        """Draw all weights from `seed`: normal, std 0.02, smaller for the matrices that add to the residual."""
         generator = torch.Generator().manual_seed(seed)
         narrow = 0.02 / (2 * self.shape.layers) ** 0.5
         for name, parameter in self.named_parameters():
@@ -226,7 +226,7 @@ class Llama(nn.Module):
                 parameter.data.fill_(1.0)
 
     def hold_weights_in(self, dtype: torch.dtype) -> None:
-        """Convert the weights, and only these: the rotary tables stay f32."""
+        """Convert only the weights: the rotary tables stay f32."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
 
@@ -241,8 +241,8 @@ def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + D/2) of a head by its position's angle; `x` is B T H D, `cos` and `sin` are T D.
 
-    Before the transpose to B H T D, because `cat` gives contiguous memory: attention's output has the layout of its
-    queries, and of that one the next layer needs no copy."""
+    It comes before the transpose to B H T D: `cat` returns contiguous memory, attention's output has the layout of its
+    queries, and so the next layer needs no copy."""
     left, right = x.chunk(2, -1)
     half = left.shape[-1]
     cos, sin = cos[:, None, :half], sin[:, None, :half]  # the other half is the same

@@ -1,7 +1,7 @@
-"""The loss of a large vocabulary in chunks, so that the logits of all tokens never stand in memory at the same time.
+"""The loss of a large vocabulary in chunks, so that the logits of all tokens are never in memory at the same time.
 
-Forward computes the gradients as well, while a chunk's logits are there: backward has nothing to compute again.
-Products are of bf16, and sums over tokens are f32.
+Forward also computes the gradients, while a chunk's logits are in memory, so that backward does not compute the logits
+again. Products are bf16, and sums over tokens are f32.
 """
 
 from typing import Any, Final
@@ -18,7 +18,7 @@ IGNORED: Final = -100
 
 
 def loss_of_chunk(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy of some tokens, and its gradient by the logits."""
+    """The summed cross entropy of some tokens, and its gradient with respect to the logits."""
     logits = x @ weight.t()
     if logits.is_cuda:
         from andon.model.gpu.loss_kernel import turn_into_gradient  # needs triton
@@ -65,7 +65,7 @@ class SummedLoss(torch.autograd.Function):
 
 
 def product_added_to(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """The product of bf16 matrices, added to an f32 total if there is one yet."""
+    """The product of bf16 matrices, added to the f32 total if there is one."""
     if total is None:
         return product_f32(a, b)
     if a.device.type == "cuda":

@@ -7,11 +7,11 @@ LARGEST: Final = {
     **{"vocab": 1 << 22, "hidden": 1 << 17, "layers": 1 << 12, "heads": 1 << 12, "kv_heads": 1 << 12},
     **{"intermediate": 1 << 20, "context": 1 << 24},
 }
-"""Larger sizes are typing errors, or a file that means harm."""
+"""Larger sizes are typing errors, or come from a malicious file."""
 LOGITS_BYTES: Final = 1 << 30
-"""Of the logits that the loss on a GPU computes at a time, in bf16."""
+"""Size of the bf16 logits that the loss on a GPU computes at a time."""
 CHEAP: Final = 0.75
-"""Down to this share of the activations, what backward computes again takes a pass over memory each, and no product."""
+"""If backward keeps at least this share of the activations, it recomputes elementwise operations but no products."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Shape:
     norm_eps: float = 1e-5
 
     def problem(self) -> str:
-        """Why no model has this shape; empty if one can."""
+        """Why no model can have this shape; empty if one can."""
         for name, largest in LARGEST.items():
             size = getattr(self, name)
             if type(size) is not int or not 0 < size <= largest:
@@ -63,8 +63,8 @@ class Shape:
 
     @property
     def operations_per_token(self) -> int:
-        """What forward and backward of the model compute for a token: 6 N + 12 L d T, with N the parameters without
-        the input embedding."""
+        """Operations of forward and backward for one token: 6 N + 12 L d T, with N the parameters without the input
+        embedding."""
         inside = self.parameters - (0 if self.tied else self.vocab * self.hidden)
         return 6 * inside + 12 * self.layers * self.hidden * self.context
 

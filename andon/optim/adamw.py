@@ -1,7 +1,7 @@
 """AdamW on parts of the arena, on a CPU in two fused calls: one for all matrices and one for the rest.
 
-Where the weights are bf16, the state also holds the *master*: the same weights in f32. AdamW updates the
-master, and the weights are the master rounded.
+If the weights are bf16, the state also holds the *master*: the same weights in f32. AdamW updates the master, and the
+weights are the master rounded.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +32,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Of one update: its number, and on the device the divisor of the gradients and the gate, if there is one."""
+    """The number of an update and, on the device, the divisor of the gradients and the gate, if there is one."""
 
     updates: int
     divisor: Tensor
@@ -53,7 +53,7 @@ class AdamWRule(UpdateRule):
         self._matrices, self._vectors = self._split()
 
     def _split(self) -> tuple[list[_Run], list[_Run]]:
-        """The runs of matrices in what is updated, and those of the rest."""
+        """The updated ranges that hold matrices, and those that hold the rest."""
         matrices: list[_Run] = []
         vectors: list[_Run] = []
         offset = 0
@@ -69,18 +69,18 @@ class AdamWRule(UpdateRule):
 
     @torch.no_grad()
     def weights_changed(self, parameters: Collection[str]) -> None:
-        """The master is what the weights are now."""
+        """Copy these weights into the master."""
         for name, lo, hi, offset in self.pieces() if "master" in self.state else ():
             if name in parameters:
                 weights = self.arena.layout.view(self.arena.weights, name).view(-1)
                 self.state["master"][offset : offset + hi - lo] = weights[lo:hi]
 
     def update(self, gradients: Tensor, scale: float, options: Mapping[str, Any]) -> None:
-        """Update the weights from summed gradients, which are first divided by `scale`, in place."""
+        """Update the weights from summed gradients, which are first divided by `scale` in place."""
         self._launch(gradients, _number(scale, gradients.device), None, options)
 
     def update_unless(self, gate: Tensor, gradients: Tensor, scale: Tensor, options: Mapping[str, Any]) -> None:
-        """The same, but nothing changes on the device if `gate` is 1 there."""
+        """Like `update`, but the device changes nothing if `gate` is 1."""
         self._launch(gradients, scale.float(), gate.float(), options)
 
     @torch.no_grad()
@@ -140,5 +140,5 @@ class AdamWRule(UpdateRule):
 
 
 def _number(value: float, device: torch.device) -> Tensor:
-    """On the device, without a copy that the host would wait for."""
+    """A number on the device, made there so that the host does not wait for a copy."""
     return torch.full((), value, dtype=torch.float32, device=device)

@@ -1,6 +1,6 @@
-"""AdamW on a GPU, in one pass over memory: two thirds of the time that torch's fused update takes.
+"""AdamW on a GPU, in one pass over memory: it takes two thirds of the time of torch's fused update.
 
-Like that one it leaves the divided gradients behind, if they are wanted, and changes nothing where the gate is closed.
+Like torch's it can leave the divided gradients behind, and changes nothing if the gate is 1.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS: Final = 1024  # of one program
+ELEMENTS: Final = 1024  # per program
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -49,7 +49,7 @@ def update(
     options: Mapping[str, Any],
     keeps_gradients: bool = True,
 ) -> None:
-    """Update f32 weights for the `updates`-th time; they go to `rounded` as well. Nothing changes if `gate` is 1."""
+    """Update f32 weights for the `updates`-th time, and write them to `rounded` as well; nothing if `gate` is 1."""
     lr, (beta1, beta2) = options["lr"], options["betas"]
     with torch.cuda.device(weights.device):
         _update[(triton.cdiv(len(weights), ELEMENTS),)](

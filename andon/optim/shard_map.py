@@ -11,20 +11,20 @@ Policy = Literal["off", "even", "round_robin", "contiguous"]
 
 @dataclass(frozen=True)
 class UnitOwners:
-    """The owner of each block and of each other unit: blocks in turn or in runs, and what is not a block (LM
-    head, final norm, embedding) to the rank that owns the fewest parameters so far."""
+    """The owner of each block and of each other unit. Blocks are dealt in turn or in runs; each other unit (LM head,
+    final norm, embedding) goes to the rank that owns the fewest parameters so far."""
 
     blocks: tuple[int, ...]
     others: tuple[int, ...]
     parameters: tuple[int, ...]
-    """How many parameters each rank owns."""
+    """The number of parameters that each rank owns."""
 
     @classmethod
     def of(cls, policy: Policy, blocks: Sequence[int], others: Sequence[int], world_size: int) -> UnitOwners:
         """Owners under `round_robin` or `contiguous`; `blocks` and `others` are sizes in parameters."""
         if policy == "round_robin":
             owners = [block % world_size for block in range(len(blocks))]
-        else:  # the first ranks get one block more where they do not divide
+        else:  # the first ranks get one block more if the blocks do not divide evenly
             each, more = divmod(len(blocks), world_size)
             owners = [rank for rank in range(world_size) for _ in range(each + (rank < more))]
         load = [0] * world_size

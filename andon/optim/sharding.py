@@ -1,12 +1,12 @@
 """ZeRO-1: who owns which part of the arena (C-ZERO-001).
 
-Without it (`off`) every rank updates everything. With it a rank owns *parts*: a slice of every unit (`even`,
-boundaries on cells) or whole units (`round_robin`, `contiguous`). Gradients are then reduced to their owners
-only, each rank keeps optimizer state for what it owns, updates it, and the weights are gathered. The bits of
-a part do not depend on who computes them, so the answer is the same.
+Without it (`off`) every rank updates everything. With it a rank owns *parts*: a slice of every unit (`even`, with
+bounds on cells) or whole units (`round_robin`, `contiguous`). Each rank receives the reduced gradients of its parts,
+keeps their optimizer state and updates them; then the weights are gathered. The bits of a part do not depend on the
+rank that computes them, so the answer is the same.
 
-With `replicas` = 2 the next rank keeps a copy of each rank's state and updates it alike, so that the loss of
-one rank loses nothing; then every rank needs the whole gradient, which costs an all-reduce.
+With `replicas` = 2 the next rank keeps and updates a copy of each rank's state, so that no state is lost with one rank;
+then every rank needs the whole gradient, which costs an all-reduce.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from andon.optim.shard_map import Policy, UnitOwners
 
 @dataclass(frozen=True)
 class Zero:
-    """How the optimizer state is shared out."""
+    """How the optimizer state is divided among the ranks."""
 
     policy: Policy = "even"
     replicas: int = 1
@@ -39,7 +39,7 @@ class Ownership:
 
     @classmethod
     def of(cls, layout: Layout, world_size: int, zero: Zero) -> Ownership:
-        """The ownership that a policy gives; with one rank there is nobody to keep a replica."""
+        """Apply a policy; a single rank has no other to keep a replica."""
         sizes = [unit.stop - unit.start for unit in layout.units]
         if zero.policy == "off":
             return cls(layout, world_size, None)
@@ -52,7 +52,7 @@ class Ownership:
 
     @property
     def sharded(self) -> bool:
-        """Whether each rank owns only a part."""
+        """Whether the ranks own different parts."""
         return self.bounds is not None
 
     def parts(self, rank: int) -> list[Range]:
@@ -75,7 +75,7 @@ class Ownership:
 
 
 def _unit_owners(layout: Layout, sizes: Sequence[int], world_size: int, policy: Policy) -> list[int]:
-    """The owner of each unit; blocks are counted from the first one, which lies last in the arena."""
+    """The owner of each unit; blocks are counted from the first one, which is the last in the arena."""
     blocks = [index for index, unit in enumerate(layout.units) if unit.name.rpartition(".")[2].isdigit()]
     blocks.reverse()
     others = [index for index in range(len(sizes)) if index not in blocks]

@@ -14,10 +14,10 @@ from andon.checkpoint.disk.listing import step_of
 from andon.checkpoint.disk.store import weights_blake3
 from andon.config.schema import RunSettings
 from andon.engine.membership import MembersChange
-from andon.engine.optimizer import Totals
 from andon.engine.progress import Progress
-from andon.engine.recovery.commit import Settlement
+from andon.engine.recovery.commit import Recovery
 from andon.engine.trainer import Trainer
+from andon.engine.verdict import Totals
 from andon.integrity.halt import JidokaHalt
 from andon.run.records.events import Emit, event, no_event
 from andon.run.records.folder import DamagedCheckpoint, newest_good
@@ -137,11 +137,11 @@ class Loop(ABC):
         self.generation_begins()
         self._begun, self._reported = True, progress.step
 
-    def go_on(self, settled: Settlement, recorded: int, since: float) -> None:
+    def go_on(self, recovery: Recovery, recorded: int, since: float) -> None:
         """Another generation begins, with a ledger up to a step: bring everyone to the same step, and say so."""
         progress, commit = self.trainer.progress, self.trainer.optimizer.commit
-        if settled.lost:
-            self._go_back(settled)
+        if recovery.lost:
+            self._go_back(recovery)
         if self.is_rank_0 and commit.verdict:
             self._emit_step(Totals.of(commit.verdict[0]))  # the rank that has committed it may not have said so
         self._begin()  # the first generation may have ended before it has said so
@@ -155,12 +155,12 @@ class Loop(ABC):
                 workers=membership.world_size,
                 step=progress.step,
                 seconds=round(time.monotonic() - since, 3),
-                joined=len(settled.new),
-                lost_state=settled.lost,
+                joined=len(recovery.new),
+                lost_state=recovery.lost,
             )
         )
 
-    def _go_back(self, settled: Settlement) -> None:
+    def _go_back(self, recovery: Recovery) -> None:
         """A part of the state is lost: all go back to the newest checkpoint, or to the first weights."""
         trainer, damaged = self.trainer, list[DamagedCheckpoint]()
         folder = self.settings.run.dir / "checkpoints"
@@ -178,7 +178,7 @@ class Loop(ABC):
             trainer.progress.restore(Progress().fields())
             trainer.optimizer.go_on_from(0)
         if self._books:
-            kept = [record for step, record in settled.records.items() if step <= trainer.progress.step]
+            kept = [record for step, record in recovery.records.items() if step <= trainer.progress.step]
             self._books.report(kept)  # what the checkpoint holds stays committed
             self._books.went_back(self.group.generation, trainer.progress.step)
 

@@ -24,7 +24,7 @@ from andon.checkpoint.disk.store import weights_blake3
 from andon.checkpoint.snapshot import saved_buffers
 from andon.engine.optimizer import Optimizer
 from andon.engine.parallel import DataParallel
-from andon.engine.recovery.commit import Settlement
+from andon.engine.recovery.commit import Recovery
 from andon.errors import EXIT_STOPPED, UserError, harmless
 from andon.files import expand
 from andon.integrity.probe import differing, take_probe
@@ -226,7 +226,7 @@ def part_from_generation(optimizer: Optimizer) -> None:
     optimizer.model.part()
 
 
-def enter_generation(optimizer: Optimizer, settled: Settlement) -> None:
+def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
     """Checkpoints, options and schedule of a script in another generation; all its members call it together."""
     group, known = optimizer.model.membership.group, optimizer.checkpoints
     if isinstance(known, ScriptCheckpoints):
@@ -241,10 +241,10 @@ def enter_generation(optimizer: Optimizer, settled: Settlement) -> None:
         optimizer.checkpoints = ScriptCheckpoints(known.folder, optimizer, known.scheduler, known.keep)
     elif isinstance(known, ScriptCheckpoints):
         known.enter()
-    if settled.lost:
+    if recovery.lost:
         _go_back(optimizer)
-    elif group.rank in settled.new:
-        source = next(rank for rank in range(group.world_size) if rank not in settled.new)
+    elif group.rank in recovery.new:
+        source = next(rank for rank in range(group.world_size) if rank not in recovery.new)
         given = {"scheduler": None, **progress[source]}
         if isinstance(optimizer.checkpoints, ScriptCheckpoints):
             optimizer.checkpoints._restore(given)

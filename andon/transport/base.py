@@ -12,6 +12,7 @@ operation and the seconds it took.
 
 from __future__ import annotations
 
+import json
 import struct
 import sys
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from andon.engine.gradients.order import Order, shares
 from andon.errors import UserError
@@ -217,6 +218,10 @@ class Group(ABC):
         import torch
 
         return torch.zeros(rows, size)
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Everybody's small value, by rank, sent as JSON."""
+        return [json.loads(each) for each in self.all_gather_bytes(json.dumps(value).encode())]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

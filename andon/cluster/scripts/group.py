@@ -53,12 +53,12 @@ class ScriptWorker:
             self._is_member = True
             try:
                 group.become(self._open())
-                settled = optimizer.enter(Membership.of(group, slots), client.recorded)
-                enter_generation(optimizer, settled)
+                recovery = optimizer.enter(Membership.of(group, slots), client.recorded)
+                enter_generation(optimizer, recovery)
             except GroupError as failure:
                 why = failure
                 continue
             group.joins = False
             if group.rank == 0:
-                client.report(list(settled.records.values()))
+                client.report(list(recovery.records.values()))
             return

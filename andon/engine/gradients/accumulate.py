@@ -1,11 +1,11 @@
 """Backward into the arena: each slot's gradients are folded into the worker's rows in the one order of addition.
 
-A worker folds its slots as `engine.gradients.order` says: a slot's gradient goes to a *row*, then rows are merged. In
-its last slot a unit is *ready* when every parameter of it has its gradient. Ready units are handed over in layout
-order, with the merges that are left, so that the exchange goes on while backward computes the units after them.
+A worker folds its slots as `engine.gradients.order` defines: a slot's gradient goes to a *row*, then rows are merged.
+In the last slot a unit is *ready* when all its parameters have their gradients. Ready units are submitted to the
+exchange in layout order, with the remaining merges, so that they are reduced while backward computes the next units.
 
-With bf16 on the wire every gradient and every merge is rounded to bf16, whether it travels or not: then the sum does
-not depend on which of them do.
+With bf16 on the wire every gradient and every merge is rounded to bf16, whether it is sent or not: so the sum does not
+depend on which of them are sent.
 """
 
 from collections.abc import Callable
@@ -36,25 +36,24 @@ class SlotLoss:
     count: int
 
 
-class _OnItsWay(Tensor):
-    """`grad` of a parameter between its backward and the end of the step, without memory: whoever uses it learns why
-    that cannot be."""
+class _Unavailable(Tensor):
+    """The `grad` of a parameter between its backward and the end of the step: no memory, any use raises an error."""
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, device: torch.device) -> "_OnItsWay":
-        made: _OnItsWay = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
+    def __new__(cls, shape: torch.Size, device: torch.device) -> "_Unavailable":
+        made: _Unavailable = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
         return made
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            "the gradients are on their way to the other ranks: call backward of the DataParallel model, clip with "
-            "optimizer.step(clip=...), and read them after the step"
+            "the gradients are being exchanged with the other ranks: call backward of the DataParallel model, clip "
+            "with optimizer.step(clip=...), and read them after the step"
         )
 
 
 class Accumulator:
-    """The gradients of one worker's slots, in `rows`; a unit that is ready there belongs to the exchange."""
+    """Collects the gradients of one worker's slots in `rows`; a unit that is ready belongs to the exchange."""
 
     def __init__(self, arena: Arena, membership: Membership, exchange: Exchange) -> None:
         self.arena, self.membership, self.exchange = arena, membership, exchange
@@ -66,7 +65,9 @@ class Accumulator:
         folds = membership.order.folds(membership.rank, accumulate=self.wire == "f32")
         self._folds = {fold.slot: fold for fold in folds}
         self._views = [arena.layout.views(row) for row in self.rows]
-        self._on_its_way = {name: _OnItsWay(piece.shape, arena.device) for name, piece in arena.layout.slices.items()}
+        self._unavailable = {
+            name: _Unavailable(piece.shape, arena.device) for name, piece in arena.layout.slices.items()
+        }
         self._backward: _Backward | None = None
         self._inspection: tuple[int, Inspect] | None = None
         self._failed = False
@@ -80,12 +81,12 @@ class Accumulator:
 
     @property
     def next_slot(self) -> int | None:
-        """The slot whose backward is due; None: all have had theirs."""
+        """The slot whose backward is due; None: all are done."""
         slots, done = self.membership.slots, len(self.losses)
         return slots[done] if done < len(slots) else None
 
     def backward(self, loss: Tensor, count: int) -> None:
-        """Backward of the next slot's summed loss; the last slot's hands over the units."""
+        """Backward of the next slot's summed loss; in the last slot the units are submitted."""
         slot = self._due_slot()
         if slot is None:
             raise ValueError(f"all {len(self.membership.slots)} slots of this step are done: end the step")
@@ -102,13 +103,13 @@ class Accumulator:
         self._backward.complete()
         self._backward, self._failed = None, False
         for name, parameter in self.arena.parameters.items():
-            parameter.grad = self._on_its_way[name]
+            parameter.grad = self._unavailable[name]
         self.losses.append(SlotLoss(slot, loss.detach(), count))
 
     def end_step(self) -> list[SlotLoss]:
-        """All slots are done: their losses; `grad` of every parameter is its view into the first row."""
+        """Give the losses of all slots; `grad` of every parameter becomes its view into the first row."""
         if (slot := self._due_slot()) is not None:
-            raise ValueError(f"the step ends, but slot {slot} has had no backward")
+            raise ValueError(f"the step ends, but backward of slot {slot} was not called")
         for name, parameter in self.arena.parameters.items():
             parameter.grad = self._views[0][name]
         losses, self.losses = self.losses, []
@@ -116,11 +117,11 @@ class Accumulator:
 
     def _due_slot(self) -> int | None:
         if self._failed:
-            raise RuntimeError("an earlier backward failed in the middle: the gradients of this step are lost")
+            raise RuntimeError("a backward of this step failed halfway: the gradients of the step are lost")
         return self.next_slot
 
     def inspect(self, loss: Tensor, slot: int, look: Inspect) -> list[Any]:
-        """Backward of a slot again, only to look at each parameter's gradient; what `look` gave for each."""
+        """Repeat the backward of a slot only to inspect it; gives the result of `look` for each parameter."""
         seen: list[Any] = []
         self._inspection = (slot, lambda name, gradient: seen.append(look(name, gradient)))
         for parameter in self.arena.parameters.values():
@@ -133,7 +134,7 @@ class Accumulator:
         return seen
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -149,26 +150,26 @@ class Accumulator:
             elif self._backward is None:
                 raise RuntimeError("call backward of the DataParallel model, not of the loss")
             else:
-                self._backward.arrived(unit, name, parameter)
+                self._backward.add_gradient(unit, name, parameter)
 
         return hook
 
 
 class _Backward:
-    """One slot's backward: which gradients have arrived, which units were handed over."""
+    """One slot's backward: which gradients are missing, how many units were submitted."""
 
     def __init__(self, accumulator: Accumulator, fold: Fold, last: bool) -> None:
         self._accumulator, self._fold, self._last = accumulator, fold, last
         self._views = accumulator._views[fold.row]
         self._missing = [{piece.name for piece in unit.slices} for unit in accumulator.arena.layout.units]
-        self._handed_over = 0
+        self._submitted = 0
 
-    def arrived(self, unit: int, name: str, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient: put it into the row and hand over what is ready."""
+    def add_gradient(self, unit: int, name: str, parameter: nn.Parameter) -> None:
+        """Put a parameter's gradient into the row, and submit the units that are ready."""
         if name not in self._missing[unit]:
             raise ValueError(
-                f"{name} got its gradient twice in one backward: checkpoint with use_reentrant=False the modules that "
-                "share it"
+                f"{name} got its gradient twice in one backward: if the modules that share it are checkpointed, "
+                "checkpoint them with use_reentrant=False"
             )
         view = self._views[name]
         assert parameter.grad is not None
@@ -182,29 +183,29 @@ class _Backward:
             self._accumulator.on_gradient(self._fold.slot, name, view)
         self._accumulator.exchange.note_gradient(self._fold.slot, name, view)
         self._missing[unit].discard(name)
-        self._hand_over()
+        self._submit_ready()
 
     def complete(self) -> None:
-        """Backward is over: a parameter without a gradient counts as zero."""
+        """End the backward; the gradient of a parameter that got none is zero."""
         for names in self._missing:
             if not self._fold.accumulate:
                 for name in names:
                     self._views[name].zero_()
             names.clear()
-        self._hand_over()
+        self._submit_ready()
         if not self._last:
             for into, other in self._fold.merges:
                 rows = self._accumulator.rows
                 round_as(self._accumulator.wire, rows[into].add_(rows[other]))
 
-    def _hand_over(self) -> None:
-        while self._last and self._handed_over < len(self._missing) and not self._missing[self._handed_over]:
-            self._accumulator.exchange.submit(self._handed_over, self._fold.merges, self._accumulator.rows)
-            self._handed_over += 1
+    def _submit_ready(self) -> None:
+        while self._last and self._submitted < len(self._missing) and not self._missing[self._submitted]:
+            self._accumulator.exchange.submit(self._submitted, self._fold.merges, self._accumulator.rows)
+            self._submitted += 1
 
 
 def _allocate(arena: Arena, membership: Membership) -> Tensor:
-    """Gradient rows: on the CPU where the transport exchanges best, on a GPU on the same device as the weights."""
+    """Gradient rows: on the CPU in the memory from which the transport exchanges best, else on the weights' device."""
     rows = membership.order.rows(membership.rank, accumulate=membership.group.wire == "f32")
     if arena.device.type == "cpu":
         return membership.group.allocate(rows, arena.layout.size)

@@ -1,13 +1,13 @@
 """The arena: all weights in one flat buffer, all gradients in others; parameters are views into them.
 
-A *unit* is what is exchanged as one: each transformer block, the embedding, the final norm, the LM head. A
-unit is a contiguous range; units lie in the order in which backward finishes them. Units start on a *cell*
-(1,024 elements, the grain of norms, fingerprints and shards), tensors on 64 bytes of f32. Inside a unit the
-matrices come first, so that weight decay, which spares vectors, sees two ranges per unit and not one per
-parameter. The gaps between tensors stay zero for ever.
+A *unit* is what is exchanged as one: each transformer block, the embedding, the final norm, the LM head. It is a
+contiguous range; units are in the order in which backward finishes them. Units start on a *cell* (1,024 elements, the
+grain of norms, fingerprints and shards), tensors on 64 bytes of f32. Inside a unit the matrices come first, so that
+weight decay, which excludes vectors, has two ranges per unit and not one per parameter. The gaps between tensors are
+always zero.
 
-Weights are f32 or bf16, as the model's parameters are; the layout is counted in elements and does not depend
-on it. Gradients are f32 in either case.
+Weights are f32 or bf16, as the model's parameters are; gradients are always f32. The layout counts elements and is the
+same for both.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ SMALL_UNIT = 1 << 18  # elements below which a module is exchanged together with
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a parameter lies."""
+    """Where a parameter is in the arena."""
 
     name: str
     start: int
@@ -46,13 +46,13 @@ class Unit:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each parameter, with the padding after it: together all of the unit."""
+        """Elements of each parameter, including the padding after it; their sum is the size of the unit."""
         ends = [*(each.start for each in self.slices[1:]), self.stop]
         return tuple(end - each.start for each, end in zip(self.slices, ends, strict=True))
 
 
 class Layout:
-    """Which parameter lies where; the same for weights, gradients and moments."""
+    """Which parameter is where; the same for weights, gradients and moments."""
 
     def __init__(self, units: Iterable[tuple[str, Sequence[tuple[str, Tensor]]]]) -> None:
         self.units: list[Unit] = []
@@ -64,15 +64,10 @@ class Layout:
     def _place(self, name: str, parameters: Sequence[tuple[str, Tensor]]) -> None:
         start = at = self.size
         pieces = []
-        matrices = [(key, value) for key, value in parameters if value.dim() > 1]
-        others = [(key, value) for key, value in parameters if value.dim() <= 1]
-        vectors = start
-        for kind in (matrices, others):
-            for key, value in kind:
-                pieces.append(Slice(key, at, value.shape))
-                at += round_up(value.numel(), ALIGN)
-            if kind is matrices:
-                vectors = at
+        for key, value in sorted(parameters, key=lambda named: named[1].dim() <= 1):  # matrices first
+            pieces.append(Slice(key, at, value.shape))
+            at += round_up(value.numel(), ALIGN)
+        vectors = next((piece.start for piece in pieces if len(piece.shape) <= 1), at)
         self.size = round_up(at, CELL)
         self.units.append(Unit(name, start, vectors, self.size, tuple(pieces)))
 
@@ -122,28 +117,28 @@ def backward_order(model: nn.Module) -> list[NamedUnit]:
 
 
 def _joined(units: list[NamedUnit]) -> list[NamedUnit]:
-    """Units of at least `SMALL_UNIT` elements, where there are that many: an exchange has a cost of its own."""
+    """Join small units until they have `SMALL_UNIT` elements: every exchange has a fixed cost."""
     joined: list[NamedUnit] = []
-    room = 0
+    size = SMALL_UNIT
     for name, parameters in units:
-        if room > 0:
+        if size < SMALL_UNIT:
             last, found = joined.pop()
             joined.append((f"{last.partition(' to ')[0]} to {name}", found + parameters))
         else:
             joined.append((name, parameters))
-            room = SMALL_UNIT
-        room -= sum(value.numel() for _, value in parameters)
+            size = 0
+        size += sum(value.numel() for _, value in parameters)
     return joined
 
 
 class Arena:
-    """A model's weights in one buffer. `allocate` chooses where its floats live (shared memory, a GPU).
+    """A model's weights in one buffer. `allocate` chooses its memory (shared memory, a GPU).
 
     Reading `weights` or `parameters` waits for updated weights that are still being gathered."""
 
     def __init__(self, model: nn.Module, allocate: Callable[[int], Tensor] | None = None) -> None:
         self.layout = Layout(backward_order(model))
-        self.wait_for_weights: Callable[[], None] = _nothing_to_wait_for
+        self.wait_for_weights: Callable[[], None] = lambda: None
         parameters = dict(model.named_parameters())
         self._parameters = {name: value for name, value in parameters.items() if value.requires_grad}
         self._frozen = {name: value for name, value in parameters.items() if not value.requires_grad}
@@ -155,7 +150,7 @@ class Arena:
         self.move(allocate)
 
     def move(self, allocate: Callable[[int], Tensor] | None = None) -> None:
-        """Put the weights into other memory: that of a new group."""
+        """Move the weights to the memory of a new group."""
         buffer = (allocate or self.zeros)(self.layout.size * self._dtype.itemsize // 4).view(self._dtype)
         for name, parameter in self._parameters.items():
             view = self.layout.view(buffer, name)
@@ -163,11 +158,11 @@ class Arena:
             parameter.data, parameter.grad = view, None
             set_grad_out(parameter, None)
         self.buffer = buffer
-        """All weights, without waiting: parts of it may be on their way."""
+        """All weights, without waiting: parts of it may still be gathered."""
         self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
 
     def check_module(self) -> None:
-        """Refuse a module that was moved, converted, frozen or unfrozen since its parameters are here."""
+        """Refuse a module that was moved, converted, frozen or unfrozen since the arena was made."""
         frozen = [name for name, value in self._parameters.items() if not value.requires_grad]
         if changed := frozen + [name for name, value in self._frozen.items() if value.requires_grad]:
             how = "frozen" if frozen else "unfrozen"
@@ -196,12 +191,8 @@ class Arena:
         return torch.zeros(size, dtype=torch.float32, device=self.device)
 
 
-def _nothing_to_wait_for() -> None:
-    pass
-
-
 def _common_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype of all parameters; two of them, or one that AdamW has no master for, are refused."""
+    """The dtype of all parameters; refuses several dtypes, and those that AdamW cannot train."""
     by_dtype = {parameter.dtype: name for name, parameter in parameters.items()}
     if len(by_dtype) > 1 or not by_dtype.keys() <= {torch.float32, torch.bfloat16}:
         found = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
@@ -210,8 +201,7 @@ def _common_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def set_grad_out(parameter: nn.Parameter, out: Tensor | None) -> None:
-    """Set where the gradient of a parameter may be written instead of into fresh memory; None: nowhere. A
-    layer that can do so (`andon.model.layers`) uses it once."""
+    """Set where a layer may write the gradient of a parameter (`andon.model.grad_out`); None: into new memory."""
     parameter.grad_out = out  # type: ignore[attr-defined]
 
 

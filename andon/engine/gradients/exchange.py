@@ -1,12 +1,11 @@
-"""The exchange of gradients: one thread, on which every unit of a step has its turn in layout order.
+"""The exchange of gradients: one thread reduces the units of a step, one after the other, in layout order.
 
-A unit's turn: do the merges that are left, check this rank's contribution if it cannot be looked at later
-(`integrity.finite`), reduce it over the group, and take the norm of every cell that this rank owns. Once a
-unit has failed, the units after it fail with its error. Updated weights are gathered on the same thread
-(`engine.gradients.gather`), so that the group is never used by two collectives at once.
+For each unit it does the remaining merges, checks this rank's contribution if it cannot be checked later
+(`integrity.finite`), reduces it over the group, and takes the norm of every cell that this rank owns. Once a unit has
+failed, the units after it fail with its error. Updated weights are gathered on the same thread
+(`engine.gradients.gather`), so that the group never runs two collectives at once.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,35 +27,35 @@ from andon.transport.rows import round_as
 
 
 class Passenger(Protocol):
-    """A component whose status travels with every step's exchange (JSON), such as a save in progress."""
+    """A component whose status is part of every step's exchange (JSON), such as a save in progress."""
 
     def status(self) -> Any:
-        """What this rank tells the others."""
+        """This rank's status."""
         ...
 
     def receive(self, statuses: Sequence[Any]) -> None:
-        """What every rank has told, by rank; the same list on every rank."""
+        """Take the statuses of all ranks, by rank; the same list on every rank."""
         ...
 
 
-def _begin_thread(threads: int, device: torch.device) -> None:
-    """A new thread starts with torch's default number of compute threads and with the first GPU."""
+def _set_up_thread(threads: int, device: torch.device) -> None:
+    """Replace a new thread's defaults: torch's number of compute threads, and the first GPU."""
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class Exchange:
-    """Reduces the units of one step after another, on a thread of its own."""
+    """Reduces the units of every step, on a separate thread."""
 
     def __init__(self, arena: Arena, membership: Membership) -> None:
         self.arena, self.membership = arena, membership
         self.seconds = 0.0
         """How long the collectives of this step took, most of it while backward computed."""
         self.checks = True
-        """Off only where a benchmark measures what the checks cost."""
-        like_this = partial(_begin_thread, torch.get_num_threads(), arena.device)
-        self.thread = ThreadPoolExecutor(1, "andon-exchange", initializer=like_this)
+        """Off only in benchmarks that measure the cost of the checks."""
+        set_up = partial(_set_up_thread, torch.get_num_threads(), arena.device)
+        self.thread = ThreadPoolExecutor(1, "andon-exchange", initializer=set_up)
         self.has_owners = False
         """Whether an optimizer has decided who gets which part of the gradients."""
         self._sums = GradientSums(arena, membership.slots)
@@ -67,24 +66,24 @@ class Exchange:
         self._turns = membership.group.exchange_order([(unit.name, unit.sizes) for unit in units])
         self._transport = TRANSPORTS[membership.group.transport]
         self._alone = membership.world_size == 1 and not self._transport.joins_server
-        """Nobody else adds to the gradients: a bad sum is this rank's own, and there is nothing to wait for."""
+        """No other rank adds to the gradients: a bad sum is this rank's, and there is nothing to wait for."""
 
     def own(self, ownership: Ownership) -> None:
-        """Decide who gets which part of every reduced gradient."""
+        """Set who gets which part of every reduced gradient."""
         self.ownership = ownership
         self._scatters = ownership.sharded and ownership.replicas == 1
-        seen_afterwards = self._alone or (self._scatters and self._transport.reduce_preserves_inputs)
-        self._checks_before_reduce = not seen_afterwards
+        checks_afterwards = self._alone or (self._scatters and self._transport.reduce_preserves_inputs)
+        self._checks_before_reduce = not checks_afterwards
         self._cells = _OwnedCells(self.arena, self.membership, ownership)
         self.has_owners = True
 
     def note_gradient(self, slot: int, name: str, gradient: Tensor) -> None:
-        """A gradient is complete, and still in the cache: the place for what must be read of it."""
+        """Sum a complete gradient for the check, while it is still in the processor's cache."""
         if self.checks and self._checks_before_reduce:
             self._sums.note(slot, name, gradient)
 
     def submit(self, unit: int, merges: Merges, rows: Tensor) -> None:
-        """A unit is ready in this rank's rows: it has its turn after those before it."""
+        """Reduce a unit that is ready in this rank's rows, after the units before it."""
         self._ready[unit] = (merges, rows)
         while len(self._tasks) < len(self._turns) and (turn := self._turns[len(self._tasks)]) in self._ready:
             self._begin(turn, *self._ready.pop(turn))
@@ -95,29 +94,24 @@ class Exchange:
         if self._alone or len(self.arena.layout.units) == 1:
             self._tasks.append(_Later(self._reduce, unit, merges, rows, before))
             if self._alone and rows.is_cuda:
-                self._tasks[-1].result()  # only launches work, which goes on beside backward
+                self._tasks[-1].result()  # only launches work, which runs during backward
         else:
             self._tasks.append(self.thread.submit(self._reduce, unit, merges, rows, before))
 
     def wait(self) -> list[str]:
-        """Wait until all units are reduced; the units to which this rank's contribution was seen to be bad."""
+        """Wait until all units are reduced; gives the units to which this rank's contribution is known to be bad."""
         for task in self._tasks:
             task.result()
         bad, self._bad, self._tasks = self._bad, [], []
         self._sums.reset()
         return bad
 
-    def tell(self, status: Any) -> list[Any]:
-        """Every rank's status (JSON), by rank."""
-        data = self.membership.group.all_gather_bytes(json.dumps(status).encode())
-        return [json.loads(each) for each in data]
-
     def norm(self) -> Tensor:
         """The norm of the whole reduced gradient, the same bits on every rank: one f64, on the device."""
         return self._cells.norm()
 
     def blame(self, seen: tuple[tuple[int, str], ...], rows: Tensor) -> tuple[tuple[int, str], ...]:
-        """(rank, unit) of every bad contribution to a sum that is not finite; `seen` before the reduce."""
+        """(rank, unit) of every bad contribution to a sum that is not finite; `seen`: those found before the reduce."""
         if self._checks_before_reduce:
             return seen
         mine = rows[: len(self.membership.order.nodes[self.membership.rank])]
@@ -147,7 +141,7 @@ class Exchange:
 
 
 class _Later(Future[None]):
-    """Work that is done by whoever asks for its result, without another thread."""
+    """Work that is done when its result is asked for, on the caller's thread."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         super().__init__()
@@ -176,17 +170,17 @@ class _OwnedCells:
         self._arena_order = torch.from_numpy(np.argsort(np.concatenate(by_rank))).to(arena.device)
         starts = [0, *ends][membership.rank * units :]
         self._spans = [(lo, hi, at) for (lo, hi), at in zip(spans[membership.rank], starts, strict=False)]
-        """For each unit: the range that this rank measures, and where its cells lie among the norms."""
+        """For each unit: the range that this rank measures, and the index of its first cell among the norms."""
         self._units = arena.layout.units
         on_gpu = arena.device.type == "cuda"
         self._stream = torch.cuda.Stream(arena.device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def measure(self, unit: int, total: Tensor) -> None:
-        """The unit is reduced: take the norms of the cells that this rank owns."""
+        """Take the norms of the cells that this rank owns in a reduced unit."""
         lo, hi, at = self._spans[unit]
         norms = self._norms[at : at + (hi - lo) // CELL]
         if self._stream:
-            # The order in which a GPU adds up a row depends on the number of rows: it gets all of the unit's.
+            # The order in which a GPU sums a row depends on the number of rows, so it always gets the whole unit.
             start, stop = self._units[unit].start, self._units[unit].stop
             self._stream.wait_stream(torch.cuda.current_stream(total.device))
             with torch.cuda.stream(self._stream):
@@ -206,7 +200,7 @@ class _OwnedCells:
 
 
 def sum_in_halves(values: Tensor) -> Tensor:
-    """The sum in an order that depends on the length alone, and not on how a library adds on this device."""
+    """The sum in an order that depends on the length only, not on the device or its libraries."""
     while len(values) > 1:
         half = (len(values) + 1) // 2
         values[: len(values) - half] += values[half:]

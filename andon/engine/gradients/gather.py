@@ -1,8 +1,8 @@
 """The gather of updated weights (ZeRO): after an update a rank has new weights only where it owns them.
 
-The rest comes unit by unit, in the order in which forward needs it, on the thread of the exchange. Whoever
-reads weights through the arena waits for what is still on its way, and so does the module's forward: as a
-whole, or with `overlap` unit by unit, so that the gather goes on while forward computes.
+The other weights are gathered unit by unit, in the order in which forward needs them, on the thread of the exchange.
+Reading weights through the arena waits until all are gathered. So does the module's forward, or with `overlap` each
+unit's forward waits for its unit only, so that the gather continues while forward computes.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from andon.optim.sharding import Ownership
 
 
 class Gather:
-    """Brings every owner's part of the weights to every rank."""
+    """Sends every owner's part of the weights to every rank."""
 
     def __init__(self, arena: Arena, membership: Membership, thread: Executor) -> None:
         self.arena, self._overlap = arena, False
@@ -25,15 +25,14 @@ class Gather:
         arena.wait_for_weights = self.wait
 
     def enter(self, membership: Membership, thread: Executor) -> None:
-        """Gather over another group; what was on its way over the last one no longer is."""
+        """Gather over another group, and forget the gathers of the last one."""
         self.membership, self._thread = membership, thread
         self._newest: dict[int, Future[None]] = {}
         """The newest gather of each unit; several threads may wait for it."""
 
     def hook(self, module: nn.Module, overlap: bool) -> None:
-        """Have the module wait before it computes or is saved; with `overlap` each unit's module for its unit.
-
-        Overlap is for a module that uses a unit's weights only by calling the unit's module."""
+        """Make the module wait before its forward and its state dict; with `overlap` each unit's module waits for its
+        unit, which requires that a unit's weights are used only by calling the unit's module."""
         self._overlap = overlap
         module.register_state_dict_pre_hook(lambda *_: self.wait())  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(lambda *_: self.wait())  # type: ignore[no-untyped-call]
@@ -49,7 +48,7 @@ class Gather:
         self._wait_before(module, first)
 
     def begin(self, ownership: Ownership) -> None:
-        """The owners have updated their parts: bring them to everyone."""
+        """Send the parts that their owners have updated to every rank."""
         before: Future[None] | None = None
         for index in reversed(range(len(ownership.bounds or ()))):
             if self._overlap:
@@ -58,7 +57,7 @@ class Gather:
                 self._gather(ownership, index)
 
     def wait(self) -> None:
-        """Wait until all weights are there; raises what went wrong on the way."""
+        """Wait until all weights are gathered; raises the error of a failed gather."""
         self._wait(list(self._newest))
 
     def _wait(self, units: Iterable[int]) -> None:

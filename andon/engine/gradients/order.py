@@ -1,11 +1,11 @@
 """The one order of addition (C-ONE-001).
 
 A step has S *slots*. Their gradients are summed as a binary tree that depends on S alone:
-sum[lo, hi) = sum[lo, mid) + sum[mid, hi), where mid = lo + the largest power of two below hi - lo. A *node*
-is a pair (lo, hi) of that tree. Each rank works on a contiguous range of slots and folds it into the largest
-complete nodes inside the range, keeping them on a *stack* of buffers: the position on the stack is the row
-of the buffer. A *leaf* is one such node as contributed by its rank; whoever reduces adds the leaves in the
-order of `Order.adds`, and gets bitwise what one worker would have got, for every number of ranks.
+sum[lo, hi) = sum[lo, mid) + sum[mid, hi), where mid = lo + the largest power of two below hi - lo. A *node* is a pair
+(lo, hi) of that tree. Each rank works on a contiguous range of slots and folds it into the largest complete nodes
+inside the range. It keeps them on a stack of buffers; the position on the stack is the *row* of the buffer. A *leaf* is
+one such node as contributed by its rank. The reduce adds the leaves in the order of `Order.adds`, so the sum has the
+same bits as on one worker, for every number of ranks.
 """
 
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ class Order:
         return range(self.bounds[rank], self.bounds[rank + 1])
 
     def folds(self, rank: int, accumulate: bool = True) -> list[Fold]:
-        """How a rank folds its slots into its nodes, one by one; `accumulate`: where a slot may be added in place."""
+        """How a rank folds its slots into its nodes; `accumulate`: whether autograd may add to a row in place."""
         return _folds(self.bounds[rank], self.bounds[rank + 1], self.slots, accumulate)
 
     def rows(self, rank: int, accumulate: bool = True) -> int:
@@ -91,7 +91,7 @@ class Order:
         return 1 + max((fold.row for fold in self.folds(rank, accumulate)), default=0)
 
     def add_up(self, leaves: Sequence[Addable]) -> None:
-        """Add the leaves in the one order, in place; the sum ends in the first. The oracle, and the rule."""
+        """Add the leaves in the one order, in place; the sum ends in the first. Also the oracle of the tests."""
         for into, other in self.adds:
             leaves[into].add_(leaves[other])
 
@@ -124,22 +124,19 @@ def order_of_ranges(slots: int, bounds: tuple[int, ...]) -> Order:
 
 
 def _folds(lo: int, hi: int, slots: int, may_accumulate: bool) -> list[Fold]:
-    parent = _parents(slots)
+    tree = _tree(slots)
     stack: list[Node] = []
     folds = []
     for slot in range(lo, hi):
-        # A slot whose left sibling lies on top of the stack is added to it by autograd itself.
-        leaf = (slot, slot + 1)
-        accumulate = (
-            may_accumulate and bool(stack) and parent.get(leaf) == (stack[-1][0], slot + 1) == parent.get(stack[-1])
-        )
+        # A slot whose left sibling is on top of the stack is added to it by autograd.
+        accumulate = may_accumulate and bool(stack) and (stack[-1][0], slot + 1) in tree
         if accumulate:
             stack[-1] = (stack[-1][0], slot + 1)
         else:
-            stack.append(leaf)
+            stack.append((slot, slot + 1))
         row = len(stack) - 1
         merges = []
-        while len(stack) > 1 and parent.get(stack[-1]) == (stack[-2][0], stack[-1][1]) == parent.get(stack[-2]):
+        while len(stack) > 1 and (stack[-2][0], stack[-1][1]) in tree:
             merges.append((len(stack) - 2, len(stack) - 1))
             stack[-2:] = [(stack[-2][0], stack[-1][1])]
         folds.append(Fold(slot, row, accumulate, tuple(merges)))
@@ -147,15 +144,13 @@ def _folds(lo: int, hi: int, slots: int, may_accumulate: bool) -> list[Fold]:
 
 
 @lru_cache(maxsize=64)
-def _parents(slots: int) -> dict[Node, Node]:
-    parent: dict[Node, Node] = {}
+def _tree(slots: int) -> frozenset[Node]:
+    """All nodes. Two nodes that follow each other are siblings if together they are a node."""
 
-    def visit(lo: int, hi: int) -> None:
-        if hi - lo > 1:
-            mid = middle(lo, hi)
-            for child in ((lo, mid), (mid, hi)):
-                parent[child] = (lo, hi)
-                visit(*child)
+    def below(lo: int, hi: int) -> list[Node]:
+        if hi - lo == 1:
+            return [(lo, hi)]
+        mid = middle(lo, hi)
+        return [(lo, hi), *below(lo, mid), *below(mid, hi)]
 
-    visit(0, slots)
-    return parent
+    return frozenset(below(0, slots))

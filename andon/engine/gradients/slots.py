@@ -1,8 +1,8 @@
 """The slots of a step: each begins with the same random generators and buffers, whichever worker computes it.
 
-Before a slot the generators of Python, numpy and torch are set from (seed, step, slot), so that dropout does not depend
-on the number of workers. Buffers that forward changes (BatchNorm's) begin each slot with the step's values; the values
-after a step are their mean over all slots, added in the one order, and ranks compare them like weights.
+Before a slot the generators of Python, numpy and torch are seeded from (seed, step, slot), so that dropout does not
+depend on the number of workers. Buffers that forward changes (BatchNorm's) have the same values at the start of every
+slot of a step; the step ends with their mean over all slots, added in the one order. Ranks compare them like weights.
 """
 
 import random
@@ -24,14 +24,14 @@ def seed_generators(seed: int, step: int, slot: int) -> None:
     number = int.from_bytes(blake3(f"{seed} {step} {slot}".encode()).digest(8), "little")
     random.seed(number)
     np.random.seed(number % 2**32)
-    # `torch.manual_seed` formats a traceback for every kind of device that is not in use.
+    # Not `torch.manual_seed`: it formats a traceback for every kind of device that is not in use.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(number)
 
 
 class Slots:
-    """A rank's slots of one step; going through them begins one after the other."""
+    """A rank's slots of one step; iterating over them begins one after the other."""
 
     def __init__(self, numbers: range, begin: Callable[[int], None], end: Callable[[], None]) -> None:
         self._numbers, self._begin, self._end = numbers, begin, end
@@ -47,53 +47,53 @@ class Slots:
 
 
 class Buffers:
-    """The buffers of a module during a step; which of them forward has changed is told with the step's exchange.
+    """The buffers of a module during a step; a passenger: the ranks report which of them forward has changed.
 
-    A buffer that forward creates or gives another shape cannot be averaged: it is left alone if it is registered with
-    `persistent=False`, as a cache is, and refused otherwise."""
+    A buffer that forward creates or reshapes cannot be averaged. If it is registered with `persistent=False`, as a
+    cache is, it is left alone; otherwise it is refused."""
 
     def __init__(self, module: nn.Module, membership: Membership) -> None:
         self.membership = membership
         self.changing: list[str] = []
-        """Those that forward has ever changed on any rank, in the order of names."""
+        """The buffers that forward has ever changed on any rank, sorted by name."""
         self._before: dict[str, Tensor] = {}
         self._after: dict[int, dict[str, Tensor]] = {}
         self._changed: set[str] = set()
         self._changed_on_gpu: list[tuple[list[str], Reading]] = []
-        """For each slot the names of the buffers on a GPU, and whether they have changed."""
+        """For each slot: the names of the buffers on a GPU, and whether each has changed."""
         self._all_compared, self._gathered = False, b""
         self._modules = list(module.named_modules())  # finding them takes as long as a small step's exchange
         for _, buffer, _ in self._registered():
             if any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
-                buffer.data = buffer.clone()  # an expanded one cannot be written to
+                buffer.data = buffer.clone()  # an expanded tensor cannot be written to
 
     def begin_step(self) -> None:
-        """Keep the values with which every slot begins."""
+        """Keep the values with which every slot of the step begins."""
         self._before = {name: buffer.clone() for name, buffer, _ in self._registered()}
         self._after, self._changed, self._changed_on_gpu = {}, set(), []
 
     def note(self, slot: int) -> None:
-        """Forward of a slot is done: note what it has changed."""
+        """Note what forward of a slot has changed."""
         after = self._after[slot] = {}
         flags: dict[str, Tensor] = {}
         for name, buffer, saved in self._registered():
             before = self._before.get(name)
             if before is not None and _same_kind(before, buffer):
-                if buffer.is_cuda:  # to wait for the answer here would leave the GPU without work
+                if buffer.is_cuda:  # waiting for the comparison here would leave the GPU without work
                     after[name], flags[name] = buffer.clone(), (before != buffer).any()
                 elif not torch.equal(before, buffer):
                     after[name] = buffer.clone()
                     self._changed.add(name)
             elif saved:
-                what = "creates the buffer" if before is None else "gives another shape or dtype to the buffer"
-                remedy = "create it so in __init__, or register it with persistent=False if it is a cache"
+                what = "creates the buffer" if before is None else "changes the shape or dtype of the buffer"
+                remedy = "create it like that in __init__, or register it with persistent=False if it is a cache"
                 raise ValueError(f"forward {what} {name}, which a checkpoint could not load: {remedy}")
         if flags:
             self._changed_on_gpu.append((list(flags), Reading(torch.stack(list(flags.values())))))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give every buffer the value with which slots begin; backward may still need what forward left."""
+        """Give every buffer the value with which slots begin; after backward, which may need what forward left."""
         for name, buffer, _ in self._registered():
             before = self._before.get(name)
             if before is None or not _same_kind(before, buffer):
@@ -102,18 +102,18 @@ class Buffers:
                 buffer.copy_(before)
 
     def status(self) -> list[str]:
-        """What this rank's slots have changed."""
+        """The buffers that this rank's slots have changed."""
         for names, reading in self._changed_on_gpu:
             self._changed |= {name for name, changed in zip(names, reading.values(), strict=True) if changed}
         return sorted(self._changed)
 
     def receive(self, statuses: Sequence[Sequence[str]]) -> None:
-        """What all ranks' slots have changed."""
+        """Take the buffers that the slots of all ranks have changed."""
         self.changing = sorted({*self.changing, *(name for names in statuses for name in names)})
         self._all_compared = True
 
     def gather(self) -> None:
-        """Bring what all slots have left in the buffers that changed to every rank, before the verdict."""
+        """Gather the values that all slots left in changed buffers, before the verdict."""
         if not self.changing:
             return
         slots = [self._after.get(slot, {}) for slot in self.membership.slots]
@@ -122,7 +122,7 @@ class Buffers:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """The step counts: give every buffer that changed its mean over all slots."""
+        """Set every changed buffer to its mean over all slots: the step is committed."""
         if not self.changing:
             return
         found = {name: buffer for name, buffer, _ in self._registered()}
@@ -143,12 +143,12 @@ class Buffers:
         ]
 
     def fingerprint(self) -> Iterator[bytes]:
-        """The bytes that ranks compare, as the step began: of every buffer that changes, in the first step of all."""
+        """What ranks compare: the values before the step of the buffers that change; in the first step, of all."""
         names = self.changing if self._all_compared else sorted(self._before)
         return (bytes(as_bytes(self._before[name])) for name in names)
 
     def _registered(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """(name, buffer, whether it is saved) of every buffer that is there."""
+        """(name, buffer, whether it is persistent) of every buffer."""
         for path, module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -161,7 +161,7 @@ def _same_kind(one: Tensor, other: Tensor) -> bool:
 
 
 def _mean(before: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """The mean in the one order; of whole numbers rounded down, so that a count stays what it is in every slot. A flag
+    """The mean in the one order, for integers rounded down: a count that is equal in all slots stays the same. A flag
     changes if any slot changed it."""
     if before.dtype == torch.bool:
         before = before.to(values[0].device)

@@ -1,19 +1,20 @@
-"""Commit and catch-up as a state machine: no clock, no tensor, no message of its own.
+"""Commit and catch-up as a state machine, without a clock, tensors or messages.
 
     computing → reduced → committed → computing …
 
 A step is *reduced* on a worker when its gradients are summed there and only the *verdict* (the totals of the step, and
-whether to update) is missing. The verdict comes out of the last exchange of the step, which nobody completes before
-everybody has begun it. So when any worker has the verdict of a step, every worker of the generation has that step
-reduced, and can update as soon as it is told the verdict. It keeps what it has reduced until the next step begins.
+whether to update) is missing. The verdict comes out of the last exchange of the step, which no worker completes before
+all have begun it. So when any worker has the verdict of a step, every worker of the generation has that step reduced,
+and can update as soon as it receives the verdict. It keeps the reduced gradients until the next step begins.
 
-The members of a new generation exchange their *standings*. From the same standings every one of them draws the same
-conclusion (`settle`): the newest step that any of them has committed counts. A worker that has it only reduced is
-*late* and takes over the verdict. A worker that has nothing is *new* and receives weights and optimizer state from
-those who hold them. If nobody holds some part of the state, it is *lost*: all go back to the newest checkpoint.
+The members of a new generation exchange their *standings*. From the same standings all of them derive the same
+`Recovery` (`plan_recovery`): the newest step that any of them has committed counts. A worker that has it only reduced
+is *late*: it receives the verdict and updates. A worker that has nothing is *new*: it receives weights and optimizer
+state from the workers that hold them. If nobody holds some part of the state, it is *lost*: all go back to the newest
+checkpoint.
 
-Each worker also keeps the last *records* of what it has committed, until they are sure to be in the run's ledger: the
-rank that reports them may be lost before its report has left it.
+Each worker also keeps the last *records* of what it has committed until they are certain to be in the run's ledger: the
+rank that reports them may be lost before its report is sent.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any
 
 Range = tuple[int, int]
 """Elements [lo, hi) of the arena."""
-PIECE = 1 << 20
-"""Elements that one worker sends before the next one has its turn."""
+CHUNK_ELEMENTS = 1 << 20
+"""The most elements that one worker sends before the next holder has its turn."""
 RECORDS = 4096
-"""Records that a worker keeps: more than it commits in the seconds until a silent link to the coordinator is missed."""
+"""Records that a worker keeps: more than it commits in the seconds until a silent coordinator counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Standing:
     step: int = 0
     """The last step that it has committed."""
     verdict: Any = None
-    """Of that step (JSON)."""
+    """The verdict of that step (JSON)."""
     reduced: bool = False
     """Whether it has the step after that reduced."""
     held: tuple[Range, ...] = ()
-    """Of which parts it has weights and optimizer state; none: it is new."""
+    """The parts of which it has weights and optimizer state; none: it is new."""
     records: Mapping[int, Any] = field(default_factory=dict)
-    """By step: what it has committed, and the ledger may not have (JSON)."""
+    """By step (JSON): records of committed steps that the ledger may lack."""
 
     def fields(self) -> list[Any]:
         """As JSON."""
@@ -67,22 +68,22 @@ class Commit:
         self.records: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """The next step begins, perhaps once more."""
+        """The next step begins, for the first time or again."""
         self.reduced = False
 
     def enter_last_exchange(self) -> None:
-        """All that the next step needs is here, except the verdict."""
+        """The step is reduced: only its verdict is missing."""
         self.reduced = True
 
     def decide(self, verdict: Any, record: Any = None) -> None:
-        """The verdict of the step is here: it is committed on this worker."""
+        """Commit the step on this worker: its verdict is known."""
         assert self.reduced, "a verdict on a step that is not reduced"
         self.step, self.verdict, self.reduced = self.step + 1, verdict, False
         self.records[self.step] = record
         self.records.pop(self.step - RECORDS, None)
 
     def go_back(self, step: int) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.step, self.verdict, self.reduced, self.records = step, None, False, {}
 
     def standing(self, held: Iterable[Range], recorded: int) -> Standing:
@@ -90,53 +91,53 @@ class Commit:
         records = {step: record for step, record in self.records.items() if step > recorded}
         return Standing(self.step, self.verdict, self.reduced, tuple(held), records)
 
-    def catch_up(self, settled: Settlement, rank: int, record: Any = None) -> None:
-        """Conclude alike with all other members; if the state is lost, `go_back` follows."""
-        if rank in settled.late:
-            self.decide(settled.verdict, record)
-        if not settled.lost:
-            self.step, self.verdict, self.reduced = settled.step, settled.verdict, False
-        self.records = {**settled.records, **self.records}
+    def catch_up(self, recovery: Recovery, rank: int, record: Any = None) -> None:
+        """Move to the step at which all members continue; if the state is lost, `go_back` follows."""
+        if rank in recovery.late:
+            self.decide(recovery.verdict, record)
+        if not recovery.lost:
+            self.step, self.verdict, self.reduced = recovery.step, recovery.verdict, False
+        self.records = {**recovery.records, **self.records}
 
 
 @dataclass(frozen=True)
-class Settlement:
-    """What all members of a generation conclude from their standings."""
+class Recovery:
+    """How a generation continues, derived from the standings of its members."""
 
     step: int
-    """The step after which all go on, unless the state is lost."""
+    """The step after which all continue, unless the state is lost."""
     verdict: Any
     late: frozenset[int]
-    """Ranks that take over the verdict and update."""
+    """Ranks that receive the verdict and update."""
     new: frozenset[int]
     """Ranks that receive everything."""
     transfers: tuple[tuple[int, int, int], ...]
-    """(lo, hi, rank): which rank sends which elements; those that every rank holds are not sent."""
+    """(lo, hi, rank): the rank sends elements [lo, hi); elements that every rank holds are not sent."""
     lost: bool
     records: Mapping[int, Any] = field(default_factory=dict)
-    """What any of them has committed, and the ledger may not have."""
+    """Records of all members that the ledger may lack."""
 
 
-def settle(standings: Sequence[Standing], size: int) -> Settlement:
-    """The conclusion from the standings of all ranks, for an arena of `size` elements."""
+def plan_recovery(standings: Sequence[Standing], size: int) -> Recovery:
+    """Derive the recovery from the standings of all ranks, for an arena of `size` elements."""
     known = [standing for standing in standings if standing.held]
     if not known:
-        return Settlement(0, None, frozenset(), frozenset(range(len(standings))), (), lost=True)
+        return Recovery(0, None, frozenset(), frozenset(range(len(standings))), (), lost=True)
     newest = max(known, key=lambda standing: standing.step)
     late = {rank for rank, each in enumerate(standings) if each.held and each.step == newest.step - 1 and each.reduced}
-    new = {
-        rank for rank, each in enumerate(standings) if rank not in late and not (each.held and each.step == newest.step)
-    }
+    current = {rank for rank, each in enumerate(standings) if each.held and each.step == newest.step}
+    new = set(range(len(standings))) - late - current
     held = [() if rank in new else standing.held for rank, standing in enumerate(standings)]
     transfers = _transfers(held, size)
     records = {step: record for each in known for step, record in each.records.items()}
-    who = (frozenset(late), frozenset(new))
-    return Settlement(newest.step, newest.verdict, *who, transfers or (), transfers is None, records)
+    lost = transfers is None
+    return Recovery(newest.step, newest.verdict, frozenset(late), frozenset(new), transfers or (), lost, records)
 
 
 def _transfers(held: Sequence[Sequence[Range]], size: int) -> tuple[tuple[int, int, int], ...] | None:
-    """Who sends what, the holders of a part in turn; None if a part is held by nobody."""
-    cuts = sorted({0, size, *range(0, size, PIECE), *(bound for ranges in held for each in ranges for bound in each)})
+    """Who sends what: the holders of an element take turns by chunk. None if nobody holds some element."""
+    bounds = {bound for ranges in held for each in ranges for bound in each}
+    cuts = sorted({0, size, *range(0, size, CHUNK_ELEMENTS)} | bounds)
     found = []
     turn = 0
     for lo, hi in pairwise(cuts):

@@ -1,7 +1,7 @@
-"""`model.steps`: the steps of a script, through the loss and the arrival of workers.
+"""`model.steps`: the steps of a script, while workers are lost and join.
 
-A `for` loop cannot give a step again after an exception. So where a group can be replaced, `optimizer.step` does not
-raise when a worker is lost: it returns totals that are not `committed`, and before the next turn the members of the run
+A `for` loop cannot repeat a step after an exception. So where a group can be replaced, `optimizer.step` does not raise
+when a worker is lost: it returns totals that are not `committed`, and before the next iteration the members of the run
 enter their next generation. Then the loop gets the step that follows the last committed one.
 """
 
@@ -17,7 +17,7 @@ from andon.transport.changing import ChangingGroup
 
 
 class StepEnder(Protocol):
-    """An optimizer, as far as the steps of a loop need it."""
+    """The part of an optimizer that `steps` uses."""
 
     progress: Progress
     commit: Commit
@@ -28,7 +28,7 @@ class StepEnder(Protocol):
 
 
 def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
-    """The numbers from `start` to `end` (exclusive), each until its step is committed."""
+    """The numbers from `start` to `end` (exclusive); each is repeated until its step is committed."""
     progress, group = optimizer.progress, optimizer.model.membership.group
     offset = start - progress.step
     changing = group if isinstance(group, ChangingGroup) else None

@@ -1,7 +1,7 @@
-"""Weights and optimizer state from the members of a run that hold them to those that do not.
+"""Sends weights and optimizer state from the members of a run that hold them to those that do not.
 
-What is sent, and by whom, follows from everyone's standings (`andon.engine.recovery.commit`): pieces of the arena, each
-from one of its holders. All members take part in each transfer, over the group of the new generation.
+The `Recovery` lists the transfers (`andon.engine.recovery.commit`): chunks of the arena, each from one of its holders.
+All members take part in each transfer, over the group of the new generation.
 """
 
 import json
@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from andon.engine.parallel import DataParallel
-from andon.engine.recovery.commit import Settlement
+from andon.engine.recovery.commit import Recovery
 from andon.integrity.fingerprint import as_bytes
 from andon.optim.base import UpdateRule
 
 
 @torch.no_grad()
-def share_state(model: DataParallel, settled: Settlement, before: UpdateRule, rule: UpdateRule) -> None:
-    """Bring weights, buffers and progress to those that lack them, and the optimizer state from a rule to the next."""
+def share_state(model: DataParallel, recovery: Recovery, before: UpdateRule, rule: UpdateRule) -> None:
+    """Send weights, buffers and progress to the ranks that lack them; move the optimizer state from the rule of the
+    last generation to that of the next one."""
     group, arena = model.membership.group, model.arena
-    keeps = rule is before and group.rank not in settled.new
+    keeps = rule is before and group.rank not in recovery.new
     if rule is not before:
         for lo, hi in before.parts:
             for kind, flat in rule.state.items():
                 put(rule, flat, lo, take(before, before.state[kind], lo, hi))
-    for lo, hi, source in settled.transfers:
+    for lo, hi, source in recovery.transfers:
         group.broadcast(arena.buffer[lo:hi], source)
         for kind, flat in rule.state.items():
             whole = arena.zeros(hi - lo)
@@ -33,18 +34,18 @@ def share_state(model: DataParallel, settled: Settlement, before: UpdateRule, ru
             group.broadcast(whole, source)
             if not keeps:
                 put(rule, flat, lo, whole)
-    if settled.new:
-        _share_small(model, next(rank for rank in range(group.world_size) if rank not in settled.new))
+    if recovery.new:
+        _share_small(model, next(rank for rank in range(group.world_size) if rank not in recovery.new))
 
 
 def _share_small(model: DataParallel, source: int) -> None:
-    """Progress and the module's buffers, from one rank."""
+    """Send progress and the module's buffers from one rank to all."""
     group, buffers = model.membership.group, dict(model.module.named_buffers())
-    told = group.all_gather_bytes(json.dumps(model.progress.fields()).encode() if group.rank == source else b"")
+    progress = group.all_gather_bytes(json.dumps(model.progress.fields()).encode() if group.rank == source else b"")
     data = group.all_gather_bytes(b"".join(map(as_bytes, buffers.values())) if group.rank == source else b"")
     if group.rank == source:
         return
-    model.progress.restore(json.loads(told[source]))
+    model.progress.restore(json.loads(progress[source]))
     values = torch.frombuffer(bytearray(data[source] or b"\0"), dtype=torch.uint8)
     start = 0
     for buffer in buffers.values():
@@ -54,7 +55,7 @@ def _share_small(model: DataParallel, source: int) -> None:
 
 
 def take(rule: UpdateRule, flat: Tensor, lo: int, hi: int) -> Tensor:
-    """A rule's state of elements [lo, hi) of the arena, which lie in one of its parts."""
+    """A rule's state of elements [lo, hi) of the arena, which are in one of its parts."""
     offset = 0
     for start, stop in rule.parts:
         if start <= lo and hi <= stop:
@@ -64,7 +65,7 @@ def take(rule: UpdateRule, flat: Tensor, lo: int, hi: int) -> Tensor:
 
 
 def put(rule: UpdateRule, flat: Tensor, lo: int, values: Tensor) -> None:
-    """Set a rule's state of the elements from `lo` on, as far as it has them."""
+    """Set a rule's state of the elements from `lo` on; those that it does not have are left out."""
     offset = 0
     for start, stop in rule.parts:
         first, last = max(start, lo), min(stop, lo + len(values))

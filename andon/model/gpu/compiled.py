@@ -1,8 +1,8 @@
-"""A model whose blocks are compiled, a few at a time: all of these stacks share one graph, for whole windows.
+"""A model whose blocks are compiled in stacks of a few; all stacks share one graph, for whole windows.
 
-On a GPU attention is FlexAttention, whose backward adds in a fixed order: it is deterministic, and faster there than
-the deterministic kernel behind `scaled_dot_product_attention`. Where bits may vary, that function is faster. torch's
-compiler takes seconds and 70 MB to load, so this is imported only where something is compiled.
+On a GPU attention is FlexAttention, whose backward adds in a fixed order: it is deterministic, and faster than the
+deterministic kernel of `scaled_dot_product_attention`. If bits may vary, `scaled_dot_product_attention` is faster.
+torch's compiler takes seconds and 70 MB to load, so this module is imported only where something is compiled.
 """
 
 from functools import partial
@@ -20,24 +20,24 @@ from andon.model.llama import Attend, Attention, Kernels, Llama, Stack, SwiGLU
 from andon.model.shape import CHEAP
 
 KERNEL_OPTIONS: Final[Any] = {"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
-"""No row is masked out as a whole, and a mask's blocks follow each other."""
+"""No row is fully masked, and a mask's blocks are contiguous."""
 HOPPER_OPTIONS: Final[Any] = {
     **{"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32},
     **{"bwd_num_warps": 4, "bwd_num_stages": 3},
 }
-"""Measured on an H200 with heads of 64 in bf16; elsewhere torch chooses."""
+"""The fastest on an H200 with heads of 64 in bf16 (measured); elsewhere torch chooses."""
 SMALLEST_HEAD: Final = 16
-"""FlexAttention takes none below."""
+"""FlexAttention supports no smaller heads."""
 
 TOGETHER: Final = 8
-"""Blocks in a stack, at most: what lies between two blocks is fused, and Python is called less often."""
+"""The most blocks in a stack: operations between two blocks are fused, and Python is called less often."""
 
 
 def compile_model(model: Llama, deterministic: bool = True, activation_memory: float = CHEAP) -> None:
-    """Compile blocks and final norm; whole windows have always the same shape.
+    """Compile blocks and final norm; whole windows always have the same shape.
 
-    On a GPU backward keeps the share `activation_memory` of a stack's activations, and computes the others again."""
-    # Otherwise kernels are chosen by how fast they run now, and with them the order in which they add.
+    On a GPU backward keeps the share `activation_memory` of a stack's activations, and recomputes the others."""
+    # Otherwise kernels, and with them the order of addition, are chosen by how fast they run now.
     torch._inductor.config.deterministic = deterministic
     on_gpu = model.cos.device.type == "cuda"
     torch._functorch.config.ban_recompute_materialized_backward = activation_memory == 1 or not on_gpu
@@ -57,7 +57,7 @@ def compile_model(model: Llama, deterministic: bool = True, activation_memory: f
 
 
 def _kernels(model: Llama, deterministic: bool, again: bool) -> Kernels:
-    """`again`: backward computes the gated product again, too."""
+    """The functions of compiled blocks; with `again`, backward also recomputes the gated product."""
     attend = _deterministic_attention(model) if deterministic else _fastest_attention
     if model.compute == torch.float32 or next(model.parameters()).dtype != torch.float32:
         return Kernels(attend, _product, _gated)
@@ -76,7 +76,7 @@ def _gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def _deterministic_attention(model: Llama) -> Attend:
     context, head_dim = model.shape.context, model.shape.head_dim
     if head_dim < SMALLEST_HEAD:
-        return _fastest_attention  # of those that are deterministic, where torch may take no other
+        return _fastest_attention  # torch takes a deterministic one where it must
     measured = head_dim == 64 and model.compute == torch.bfloat16 and torch.cuda.get_device_capability() == (9, 0)
     options = KERNEL_OPTIONS | HOPPER_OPTIONS if measured else KERNEL_OPTIONS
     mask = create_block_mask(_causal, None, None, context, context, device=model.cos.device)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS: Final = 4096  # of one program, at most
+COLUMNS: Final = 4096  # per program, at most
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -20,7 +20,7 @@ def _backward(both, gradient, for_both, hidden, width, BLOCK: tl.constexpr, AGAI
     up = tl.load(both + second, inside).to(tl.float32)
     wanted = tl.load(gradient + row * width + column, inside).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid  # not rounded: neither is it in the compiler's forward
+    silu = gate * sigmoid  # not rounded, as in the compiler's forward
     tl.store(for_both + first, (wanted * up) * sigmoid * (1 + gate * (1 - sigmoid)), inside)
     tl.store(for_both + second, wanted * silu, inside)
     if AGAIN:
@@ -28,7 +28,7 @@ def _backward(both, gradient, for_both, hidden, width, BLOCK: tl.constexpr, AGAI
 
 
 def launch(both: Tensor, gradient: Tensor, for_both: Tensor, hidden: Tensor | None) -> None:
-    """Write the gradient of `both`, and what forward gave if there is room for it."""
+    """Write the gradient of `both`, and forward's output to `hidden` if it is given."""
     rows, width = gradient.shape
     room = for_both if hidden is None else hidden
     block = min(COLUMNS, triton.next_power_of_2(width))

@@ -1,6 +1,6 @@
-"""The cross entropy of many rows of logits on a GPU, which become its gradient in place (`loss.loss_of_chunk`).
+"""The cross entropy of many rows of logits on a GPU; its gradient replaces the logits (`loss.loss_of_chunk`).
 
-A target that is no token gives a loss that is not a number, which stops the line."""
+A target outside the vocabulary gives a loss of NaN, which stops the line."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS: Final = 8_192
-"""At a time. The second pass over a row finds it in the GPU's cache."""
+"""Columns at a time. The second pass over a row finds it in the GPU's cache."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -38,7 +38,7 @@ def _cross_entropy(logits, targets, losses, WIDTH: tl.constexpr, IGNORED: tl.con
 
 
 def turn_into_gradient(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """The loss of each row; the logits become their gradient."""
+    """The loss of each row; its gradient replaces the logits."""
     rows, width = logits.shape
     losses = torch.empty(rows, device=logits.device)
     block = min(COLUMNS, triton.next_power_of_2(width))

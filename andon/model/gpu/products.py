@@ -1,8 +1,8 @@
-"""Products of compiled blocks on a GPU, in bf16: a weight's gradient is written once, in f32, where it belongs.
+"""bf16 products of compiled blocks on a GPU: a weight's gradient is written once, in f32, directly into the arena.
 
-The compiler's own backward of `F.linear` writes it three times: bf16 by the product, f32 by a cast, and once more by
-the copy into the arena. Weights that have the same inputs are one product, and so are their gradients, where these lie
-side by side in the arena.
+The compiler's own backward of `F.linear` writes it three times: in bf16 by the product, in f32 by a cast, and again by
+the copy into the arena. Weights with the same inputs are one product. So are their gradients, if these are contiguous
+in the arena.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from andon.model.grad_out import take_grad_out
 from andon.model.loss import product_f32
 
-# The compiler does not look into these two.
+# The compiler treats these two as opaque.
 LIBRARY: Final = torch.library.Library("andon", "DEF")  # type: ignore[no-untyped-call]
 for schema in (
     "weight_gradients(Tensor gradient, Tensor inputs, Tensor[] weights) -> Tensor[]",
@@ -27,12 +27,12 @@ for schema in (
 
 
 def product(x: Tensor, *weights: Tensor) -> Tensor:
-    """`F.linear(x, weight)`, or those of several weights side by side."""
+    """`F.linear(x, weight)`; for several weights, the outputs side by side."""
     return _Product.apply(x, *weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gated_products(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, again: bool) -> Tensor:
-    """`down(silu(gate(x)) * up(x))`. With `again`, backward computes the input of `down` again and does not keep it."""
+    """`down(silu(gate(x)) * up(x))`. With `again`, backward recomputes the input of `down` instead of keeping it."""
     return _GatedProducts.apply(x, gate, up, down, again)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -73,7 +73,7 @@ class _GatedProducts(torch.autograd.Function):
 
 
 def _gated(both: Tensor) -> Tensor:
-    """`silu(gate) * up`, where gate and up lie side by side in each row."""
+    """`silu(gate) * up`, where gate and up are side by side in each row."""
     gate, up = both.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -84,7 +84,7 @@ def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _are_one_piece(tensors: Sequence[Tensor]) -> bool:
-    """Whether these follow each other in memory; neighbours that were allocated apart do not."""
+    """Whether these are contiguous in one allocation."""
     storages = {each.untyped_storage().data_ptr() for each in tensors}
     return len(storages) == 1 and all(
         one.data_ptr() + one.nbytes == after.data_ptr() for one, after in pairwise(tensors)
@@ -97,7 +97,7 @@ def _rows(x: Tensor) -> Tensor:
 
 @torch.library.impl("andon::weight_gradients", "CompositeExplicitAutograd", lib=LIBRARY)
 def _weight_gradients(gradient: Tensor, inputs: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """Of weights with the same inputs; `gradient` is that of their outputs, side by side."""
+    """The gradients of weights with the same inputs; `gradient` is that of their outputs, side by side."""
     sizes = [len(weight) for weight in weights]
     outs = [out for out in map(take_grad_out, weights) if out is not None]
     if len(outs) < len(weights):
@@ -117,9 +117,9 @@ def _(gradient: Tensor, inputs: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 @torch.library.impl("andon::gated_backward", "CompositeExplicitAutograd", lib=LIBRARY)
 def _gated_backward(both: Tensor, gradient: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of `both`, and `_gated(both)` if wanted (`again`), otherwise an empty tensor.
+    """The gradient of `both`; and `_gated(both)` with `again`, otherwise an empty tensor.
 
-    A kernel of its own: the compiler's reads everything twice, because it writes the two halves of a row as one."""
+    A separate kernel: the compiler's reads everything twice, because it writes the two halves of a row as one."""
     for_both, hidden = torch.empty_like(both), torch.empty_like(gradient) if again else gradient.new_empty(0)
     if both.device.type == "cuda":
         from andon.model.gpu.gated_kernel import launch  # needs triton
