@@ -1,7 +1,7 @@
-"""What portable numerics cost here: one worker's forward and backward with portable and with native kernels, in turn.
+"""`andon bench numerics`: forward and backward of one worker with portable and with native kernels, in turn.
 
-Each kind of kernels needs a process of its own, because torch chooses once. `python -m andon.bench.numerics PRESET` is
-such a process: for every line on its standard input it computes once and prints the seconds.
+torch chooses its kernels once, so each kind needs its own process, `python -m andon.bench.numerics PRESET`. For every
+line on its standard input it computes once and prints the seconds.
 """
 
 import contextlib
@@ -13,48 +13,48 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-from andon.bench.kit.report import show
+from andon.bench.kit.report import ratio, show
 from andon.numerics import AVX2, Numerics, kernels
 
 TOKENS = 512
+WARM_UP = 2  # turns
 
 
 def main(presets: Sequence[str], repetitions: int, as_json: bool) -> None:
-    """Print what portable kernels cost for some models."""
+    """Measure, and print one row for each model."""
     rows = []
     for preset in presets:
         portable, native = measure(preset, repetitions)
-        cost = statistics.median(a / b for a, b in zip(portable, native, strict=True)) - 1
         rows.append(
             {
                 "preset": preset,
                 "portable_ms": 1e3 * statistics.median(portable),
                 "native_ms": 1e3 * statistics.median(native),
-                "cost_percent": round(100 * cost, 1),
+                "cost_percent": round(100 * (ratio(portable, native) - 1), 1),
             }
         )
     show(f"forward and backward of {TOKENS} tokens on one core", rows, as_json)
 
 
 def cost(preset: str = "tiny", repetitions: int = 9) -> str:
-    """What portable numerics cost on this machine, in words."""
+    """Measure what portable kernels cost on this machine; returns a sentence."""
     portable, native = measure(preset, repetitions)
-    percent = 100 * (statistics.median(a / b for a, b in zip(portable, native, strict=True)) - 1)
+    percent = 100 * (ratio(portable, native) - 1)
     if percent < 2:
         return f"portable costs nothing here ({percent:+.0f}% against native, measured on {preset})"
     return f"portable costs {percent:.0f}% of the speed here against native, measured on {preset}"
 
 
 def measure(preset: str, repetitions: int) -> tuple[list[float], list[float]]:
-    """The seconds of each turn, with portable and with native kernels; the first turns do not count."""
+    """Seconds of each turn after the warm-up, with portable and with native kernels."""
     turns: tuple[list[float], list[float]] = ([], [])
     with _process(preset, "portable") as portable, _process(preset, "native") as native:
-        for turn in range(repetitions + 2):
-            for times, (ask, answer) in zip(turns, (portable, native), strict=True):
-                ask.write("go\n")
-                ask.flush()
-                seconds = float(answer.readline())
-                if turn > 1:
+        for turn in range(WARM_UP + repetitions):
+            for times, (stdin, stdout) in zip(turns, (portable, native), strict=True):
+                stdin.write("go\n")
+                stdin.flush()
+                seconds = float(stdout.readline())
+                if turn >= WARM_UP:
                     times.append(seconds)
     return turns
 
