@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from andon.bench.kit.processes import run_ranks
-from andon.bench.kit.report import RATIO_NOTE, ratio, show, slowest
+from andon.bench.kit.report import ratio, show, slowest
 
 STEPS = 10  # in a turn
 
@@ -25,9 +25,4 @@ def main(ranks: int, images: Sequence[int], repetitions: int, transport: str, as
                 "ratio": ratio(seconds["ddp"], seconds["andon"]),
             }
         )
-    show(
-        f"a small CNN, {ranks} workers, one thread each, {transport}, against DDP over Gloo",
-        rows,
-        as_json,
-        [RATIO_NOTE],
-    )
+    show(f"a small CNN, {ranks} workers, one thread each, {transport}, against DDP over Gloo", rows, as_json)

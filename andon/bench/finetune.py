@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from andon.bench.kit.processes import run_ranks
-from andon.bench.kit.report import RATIO_NOTE, ratio, show, slowest
+from andon.bench.kit.report import ratio, show, slowest
 from andon.config.finetune import FinetuneConfig
 from andon.config.load import merge, validate
 from andon.data import stories
@@ -36,12 +36,7 @@ def main(presets: Sequence[str], ranks: int, samples: int, repetitions: int, tra
         with tempfile.TemporaryDirectory(prefix="andon-bench-") as folder:
             by_rank = _measure(Path(folder), preset, ranks, samples, repetitions, transport)
         rows.append(_row(preset, ranks, samples, by_rank))
-    show(
-        f"LoRA, {ranks} workers, one thread each, {transport}, against Trainer + peft over Gloo",
-        rows,
-        as_json,
-        [RATIO_NOTE],
-    )
+    show(f"LoRA, {ranks} workers, one thread each, {transport}, against Trainer + peft over Gloo", rows, as_json)
 
 
 def _measure(folder: Path, preset: str, ranks: int, samples: int, repetitions: int, transport: str) -> list[Any]:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from andon.bench.kit.processes import run_processes
-from andon.bench.kit.report import RATIO_NOTE, ratio, show, slowest
+from andon.bench.kit.report import ratio, show, slowest
 from andon.control.token import new_token
 from andon.errors import UserError
 
@@ -41,7 +41,7 @@ def main(rates: list[str], ranks: int, preset: str, tokens: int, repetitions: in
                     "ratio": ratio(seconds["ddp"], seconds[name]),
                 }
             )
-    show(f"{preset}, {ranks} hosts, {tokens} tokens per worker, against DDP over Gloo", rows, as_json, [RATIO_NOTE])
+    show(f"{preset}, {ranks} hosts, {tokens} tokens per worker, against DDP over Gloo", rows, as_json)
 
 
 def _run_ranks(namespaces: list[str], task: dict[str, Any]) -> list[Any]:

@@ -14,7 +14,7 @@ import statistics
 from typing import Any
 
 from andon.bench.kit.processes import run_ranks
-from andon.bench.kit.report import RATIO_NOTE, Turns, ratio, show, slowest
+from andon.bench.kit.report import Turns, ratio, show, slowest
 
 
 def train_row(tokens: int, ranks: int, seconds: Turns, phases: dict[str, float]) -> dict[str, Any]:
@@ -71,4 +71,4 @@ def main(
         for row in rows
         if "phases" in row
     ]
-    show(f"{preset}, {ranks} workers, one thread each, {transport}, {against}", rows, as_json, [*notes, RATIO_NOTE])
+    show(f"{preset}, {ranks} workers, one thread each, {transport}, {against}", rows, as_json, notes)

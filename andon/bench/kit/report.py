@@ -10,7 +10,6 @@ from rich.table import Table
 
 Turns = dict[str, list[float]]
 """Seconds of each turn, by name."""
-RATIO_NOTE = "ratio: median over pairs of turns that were measured one after the other"
 
 
 def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> Turns:
@@ -38,6 +37,8 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], as_json: bool, notes: Se
         table.add_row(*(_cell(row[name]) for name in names))
     console = Console()
     console.print(table)
+    if "ratio" in names:
+        notes = [*notes, "ratio: median over pairs of turns that were measured one after the other"]
     for note in notes:
         console.print(note)
 
