@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from andon.board.feed import Feed
 from andon.board.history import History
-from andon.board.serve import beside
+from andon.board.serve import background_board
 from andon.board.text import plain
 from tests.runs import start
 
@@ -143,11 +143,11 @@ def test_what_is_no_event_and_what_is_unknown_does_no_harm(tmp_path: Path) -> No
 def test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_then_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("andon.board.history.LARGE", 1)
+    monkeypatch.setattr("andon.board.history.LARGE_BYTES", 1)
     monkeypatch.setattr("andon.board.history.PARSED_AT_ONCE", 100)
-    monkeypatch.setattr("andon.board.history.CHUNK", 1 << 16)
-    monkeypatch.setattr("andon.board.history.IN_BULK", 100)
-    monkeypatch.setattr("andon.board.feed.PAGE_FIRST", 0.0)
+    monkeypatch.setattr("andon.board.history.CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr("andon.board.history.BULK_LINES", 100)
+    monkeypatch.setattr("andon.board.feed.PAGE_FIRST_SECONDS", 0.0)
     times = {"forward": [1.0, 1.0]}
     steps = [step(n, 50.0 if n == 3333 else None, rank_ms=times) for n in range(1, 6001)]
     for number in range(4000, 5000):
@@ -314,9 +314,9 @@ def test_viewers_get_new_events_as_they_are_written(tmp_path: Path) -> None:
 def test_a_run_goes_on_without_a_board_that_cannot_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("andon.board.serve.LOOPBACK", "203.0.113.1")  # not an address of this machine
     said: list[str] = []
-    with beside(tmp_path, said.append):
+    with background_board(tmp_path, said.append):
         pass
-    assert said[0].startswith("No board beside this run: ")
+    assert said[0].startswith("No board for this run: ")
 
 
 def test_the_board_of_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
