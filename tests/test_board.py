@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import json
 import os
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -277,6 +279,15 @@ def test_off_loopback_nothing_is_readable_without_the_token(tmp_path: Path, monk
                 assert bool(cookie) == works and TOKEN not in cookie and answer.status == 303
         assert get(url, "/api/runs", Cookie=cookie)[0] == 200
         assert get(url, "/api/runs", Cookie=cookie[:-1] + "0")[0] in (200, 401)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has all of 127.0.0.0/8")
+def test_another_loopback_address_answers_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANDON_TOKEN", TOKEN)
+    with board(write(tmp_path / "run", [*begin(), step(1)]), "--bind=127.0.0.2:0") as url:
+        request = urllib.request.Request(f"{url}api/runs", headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert len(json.load(answer)) == 1
 
 
 def test_prometheus_reads_where_every_run_is(tmp_path: Path) -> None:

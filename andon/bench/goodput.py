@@ -152,13 +152,13 @@ def disturb(training: Training, every: float, kills: int, seed: int) -> tuple[Pa
 
 def commands(workers: int) -> dict[str, tuple[list[str], str]]:
     """The command of each system, and the file to which it writes its steps."""
-    train = {
-        **{"workers": workers, "run.dir": "run", "restarts": ENDLESS, "model.preset": PRESET, "zero.policy": "off"},
-        **{"train.steps": ENDLESS, "train.slots": SLOTS, "train.micro_batch": WINDOWS, "optim.schedule": "constant"},
-        **{"data.stories": 1_000, "data.tokenizer": "bytes"},  # the text does not matter for the speed
-        **{"eval.every": 0, "eval.sample_every": 0, "checkpoint.every": SAVE_EVERY, "device": "cpu"},
-    }
-    andon = ["-m", "andon", "train", *(f"--{key}={value}" for key, value in train.items())]
+    options = (
+        f"--workers={workers} --run.dir=run --restarts={ENDLESS} --model.preset={PRESET} --zero.policy=off "
+        f"--train.steps={ENDLESS} --train.slots={SLOTS} --train.micro_batch={WINDOWS} --optim.schedule=constant "
+        "--data.stories=1000 --data.tokenizer=bytes "  # the text does not matter for the speed
+        f"--eval.every=0 --eval.sample_every=0 --checkpoint.every={SAVE_EVERY} --device=cpu"
+    )
+    andon = ["-m", "andon", "train", *options.split()]
     task = json.dumps({"preset": PRESET, "windows": SLOTS * WINDOWS // workers, "save_every": SAVE_EVERY})
     restarted = ["--standalone", f"--nproc-per-node={workers}", f"--max-restarts={ENDLESS}"]
     torchrun = ["-m", "torch.distributed.run", *restarted, "-m", "andon.bench.ranks.goodput", task]

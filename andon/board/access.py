@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "andon_board"
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+"""At these hosts the board needs no token, and answers no other name in `Host`."""
 PUBLIC = {"/login", "/board.css"}
 WRONG_TOKEN_SECONDS = 1.0
 HEADERS = {

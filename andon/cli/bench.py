@@ -43,7 +43,7 @@ def bench_transport(
     as_json: AsJson = False,
 ) -> None:
     """Measure the all-reduce of every transport against gloo. All take turns in one run."""
-    _enter_network(rate)
+    _enter_network(rate=rate)
     from andon.bench.transport import main as run
     from andon.bench.transport import parse_size
 
@@ -74,11 +74,9 @@ def bench_train(
 
         run_on_gpu(preset, numbers("--tokens", tokens or "32768")[0], repetitions, as_json)
         return
-    _enter_network()
-    from andon.bench.kit.servers import check_needs_no_server
+    _enter_network(transport)
     from andon.bench.train import main as run
 
-    check_needs_no_server(transport)
     run(preset, ranks, numbers("--tokens", tokens or "64,512,4096"), repetitions, transport, zero, as_json)
 
 
@@ -106,11 +104,9 @@ def bench_cnn(
     as_json: AsJson = False,
 ) -> None:
     """Measure the small CNN of a script against PyTorch DDP. Both take turns in one run."""
-    _enter_network()
+    _enter_network(transport)
     from andon.bench.cnn import main as run
-    from andon.bench.kit.servers import check_needs_no_server
 
-    check_needs_no_server(transport)
     run(ranks, numbers("--images", images), repetitions, transport, as_json)
 
 
@@ -124,11 +120,9 @@ def bench_finetune(
     as_json: AsJson = False,
 ) -> None:
     """Measure LoRA against Hugging Face's Trainer with peft. Both take turns in one run."""
-    _enter_network()
+    _enter_network(transport)
     from andon.bench.finetune import main as run
-    from andon.bench.kit.servers import check_needs_no_server
 
-    check_needs_no_server(transport)
     run(presets.split(","), ranks, samples, repetitions, transport, as_json)
 
 
@@ -173,9 +167,13 @@ def bench_goodput(
     run(workers, every, minutes, seed, as_json)
 
 
-def _enter_network(rate: str = "") -> None:
-    """Give a benchmark its own network; called before torch is imported."""
+def _enter_network(transport: str = "", rate: str = "") -> None:
+    """Give a benchmark its own network, before torch is imported; then check that its transport needs no server."""
     from andon.bench.kit.link import enter_network
 
     if note := enter_network(rate):
         terminal(stderr=True).print(note, style="dim")
+    if transport:
+        from andon.bench.kit.servers import check_needs_no_server
+
+        check_needs_no_server(transport)

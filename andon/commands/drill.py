@@ -21,11 +21,10 @@ from andon.transport.base import TRANSPORTS
 
 WORKERS = 3
 SMALL = (
-    *("--model.vocab=300", "--model.hidden=32", "--model.layers=2", "--model.heads=2", "--model.kv_heads=1"),
-    *("--model.intermediate=48", "--train.context=32", "--train.micro_batch=2", "--train.slots=6"),
-    *("--train.steps=8", "--data.stories=300", "--eval.stories=0", "--eval.sample_every=0"),
-    *(f"--workers={WORKERS}", "--group.timeout=5", "--device=cpu"),
-)
+    "--model.vocab=300 --model.hidden=32 --model.layers=2 --model.heads=2 --model.kv_heads=1 --model.intermediate=48 "
+    "--train.context=32 --train.micro_batch=2 --train.slots=6 --train.steps=8 --data.stories=300 --eval.stories=0 "
+    f"--eval.sample_every=0 --workers={WORKERS} --group.timeout=5 --device=cpu"
+).split()
 Verdict = Callable[[int, dict[str, Any], str], bool]
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from andon.board.access import LOOPBACK
 from andon.board.serve import listen, serve
 from andon.commands.runs.status import named_runs
 from andon.control.token import VARIABLE, token_of_run
 from andon.errors import UserError
 from andon.transport.address import address_text
-from andon.transport.tcp.connect import is_loopback
 
 
 def board(folders: list[Path], address: tuple[str, int | None], tls: tuple[str, str] | None, console: Console) -> None:
@@ -18,7 +18,7 @@ def board(folders: list[Path], address: tuple[str, int | None], tls: tuple[str, 
     runs = named_runs(folders)
     host, port = address
     token, where = None, ""
-    if not is_loopback(host):
+    if host not in LOOPBACK:
         if not runs:
             raise UserError("There is no run yet", f"Viewers at {host} need the token of a run", "Start a run first")
         token = token_of_run(runs[0])
