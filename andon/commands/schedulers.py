@@ -106,7 +106,7 @@ def kubernetes_manifest(config: RunSettings, image: str, claim: str) -> str:
         _job(config, name, image, claim, "worker"),
     ]
     head = (
-        "# The run's token, once, from a file that nobody else reads:\n"
+        "# Create the run's token once, in a file that only you can read:\n"
         "#   (umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > token)\n"
         f"#   kubectl create secret generic {name} --from-file=token\n"
     )
