@@ -44,7 +44,7 @@ def choose_kernels(numerics: Numerics) -> str:
     if numerics == "native":
         return ""
     if not has_avx2():
-        return f"numerics = {numerics}, but this processor ({platform.machine()}) has no AVX2: others give different bits"
+        return f"numerics = {numerics}, but this processor ({platform.machine()}) has no AVX2: its bits differ"
     import torch
 
     chosen = torch.backends.cpu.get_cpu_capability()

@@ -56,6 +56,19 @@ def test_the_help_tells_the_exit_codes(arguments: list[str]) -> None:
     assert "0 done, 1 user error, 2 usage, 3 halted, 4 stopped and saved" in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["train", "--device=cuda", "--preset=40m"], "'40m' is not a preset"),
+        (["numerics", "--presets=tiny,40m"], "'40m' is not a preset"),
+        (["cnn", "--images=0"], "--images 0 is not a list of numbers"),
+    ],
+)
+def test_a_benchmark_names_a_bad_option(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    code, output = andon("bench", *arguments, cwd=tmp_path)
+    assert code == 1 and complaint in output and "Traceback" not in output, output
+
+
 def test_no_files(tmp_path: Path) -> None:
     assert "nothing-here" in refused("nothing-here", cwd=tmp_path)
 

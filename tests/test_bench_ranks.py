@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from andon.bench import transport
 from andon.bench.kit.processes import run_ranks
 from andon.errors import UserError
 
@@ -36,3 +37,12 @@ def test_the_first_rank_that_fails_ends_the_others(module: str) -> None:
     with pytest.raises(UserError, match="Rank 1 of the benchmark failed") as raised:
         run_ranks(module, 3, {"fails": 1, "seconds": 60})
     assert "exit code 7" in raised.value.cause and time.monotonic() - began < 30
+
+
+def test_the_ratio_of_a_transport_is_the_median_over_pairs_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow moment of the machine affects a turn of gloo and the turn after it, and so not their ratio."""
+    seconds = {"gloo": [1.0, 10.0, 4.0], "shm": [1.0, 2.0, 8.0]}  # ratios 1, 5 and 0.5; ratio of the medians 2
+    timings = {1 << 20: {name: [(each, 0.0) for each in turns] for name, turns in seconds.items()}}
+    monkeypatch.setattr(transport, "_run_ranks", lambda *_: timings)
+    rows = {row["transport"]: row for row in transport.run(["shm"], [2], [1 << 20], 3)}
+    assert rows["shm"]["ratio"] == 1.0 and rows["gloo"]["ratio"] == 1.0

@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import json
 import os
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from andon.board.feed import Feed
 from andon.board.history import History
-from andon.board.serve import beside
+from andon.board.serve import background_board
 from andon.board.text import plain
 from tests.runs import start
 
@@ -143,11 +145,11 @@ def test_what_is_no_event_and_what_is_unknown_does_no_harm(tmp_path: Path) -> No
 def test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_then_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("andon.board.history.LARGE", 1)
+    monkeypatch.setattr("andon.board.history.LARGE_BYTES", 1)
     monkeypatch.setattr("andon.board.history.PARSED_AT_ONCE", 100)
-    monkeypatch.setattr("andon.board.history.CHUNK", 1 << 16)
-    monkeypatch.setattr("andon.board.history.IN_BULK", 100)
-    monkeypatch.setattr("andon.board.feed.PAGE_FIRST", 0.0)
+    monkeypatch.setattr("andon.board.history.CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr("andon.board.history.BULK_LINES", 100)
+    monkeypatch.setattr("andon.board.feed.PAGE_FIRST_SECONDS", 0.0)
     times = {"forward": [1.0, 1.0]}
     steps = [step(n, 50.0 if n == 3333 else None, rank_ms=times) for n in range(1, 6001)]
     for number in range(4000, 5000):
@@ -279,6 +281,15 @@ def test_off_loopback_nothing_is_readable_without_the_token(tmp_path: Path, monk
         assert get(url, "/api/runs", Cookie=cookie[:-1] + "0")[0] in (200, 401)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has all of 127.0.0.0/8")
+def test_another_loopback_address_answers_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANDON_TOKEN", TOKEN)
+    with board(write(tmp_path / "run", [*begin(), step(1)]), "--bind=127.0.0.2:0") as url:
+        request = urllib.request.Request(f"{url}api/runs", headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert len(json.load(answer)) == 1
+
+
 def test_prometheus_reads_where_every_run_is(tmp_path: Path) -> None:
     events = [*begin(), *(step(n) for n in range(1, 5)), event("eval", step=4, loss=0.75), event("checkpoint", step=4)]
     write(tmp_path / 'a "quoted\\ name', [*events, event("lost", rank=1, host="h")])
@@ -314,9 +325,9 @@ def test_viewers_get_new_events_as_they_are_written(tmp_path: Path) -> None:
 def test_a_run_goes_on_without_a_board_that_cannot_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("andon.board.serve.LOOPBACK", "203.0.113.1")  # not an address of this machine
     said: list[str] = []
-    with beside(tmp_path, said.append):
+    with background_board(tmp_path, said.append):
         pass
-    assert said[0].startswith("No board beside this run: ")
+    assert said[0].startswith("No board for this run: ")
 
 
 def test_the_board_of_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:

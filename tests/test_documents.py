@@ -275,7 +275,7 @@ def test_every_command_in_the_documents_runs(
     if any(text in output for text in not_here):
         pytest.skip(output)
     if command.startswith("andon stop"):
-        assert code == 1 and "Nobody trains in" in output  # tests/test_run_commands.py stops a run
+        assert code == 1 and "No run is live in" in output  # tests/test_run_commands.py stops a run
         return
     assert code == (3 if "--fault" in line else 0), output
     if kind == "andon bench transport":

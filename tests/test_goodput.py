@@ -46,15 +46,15 @@ def test_a_step_that_is_done_again_counts_once(tmp_path: Path) -> None:
         steps = [1, 2, 3, 4, 3, 4, 5]
         lines = [f'{{"event": "step", "step": {step}, "time": {time}}}\n' for time, step in enumerate(steps)]
         (tmp_path / "metrics").write_text("".join(lines) + '{"event": "st')
-        training.look()
+        training.read_new()
         part = Part()
         assert training.measure(part, 0) == 6
         process.kill()
     assert (part.steps, part.seconds, part.longest_pause) == (4, 6.0, 1.0)
     with pytest.raises(UserError, match="The run has ended"):
-        training.look()
+        training.read_new()
 
 
 def test_workers_that_cannot_share_the_work_evenly_are_refused() -> None:
-    with pytest.raises(UserError, match="3 workers cannot share 8 slots evenly"):
+    with pytest.raises(UserError, match="3 workers cannot be compared"):
         main(workers=3, every=60.0, minutes=10.0, seed=1, as_json=False)

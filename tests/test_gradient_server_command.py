@@ -280,7 +280,7 @@ def test_an_unequal_pair_ends_the_session_and_names_both(tmp_path: Path) -> None
         code, output = server.finish()
     lines = output.strip().splitlines()
     assert code == 1 and "worker 0: whole vector of step 0 with 3 floats" in lines[-3] and "worker 1: " in lines[-3]
-    assert "Nobody can tell" in lines[-2]
+    assert "cannot tell which of them is right" in lines[-2]
     (ending,) = events(tmp_path / "run", "stopped")
     assert "with 3 floats" in ending["reason"] and state_of(tmp_path) == "stopped"
 

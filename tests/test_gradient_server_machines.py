@@ -46,7 +46,7 @@ def test_only_hosts_of_an_allowed_network_can_take_part(tmp_path: Path) -> None:
     with network("alpha", "beta", "gamma") as hosts:
         options = ["--bind=0.0.0.0", "--workers=1", "--steps=1", "--allow=10.77.0.2/32", "--run.dir=run"]
         server = hosts["alpha"].start("gradient-server", *options, cwd=tmp_path)
-        line(server, "WARNING: Nobody is authenticated: whoever is in 10.77.0.2/32")
+        line(server, "WARNING: There is no authentication: any host in 10.77.0.2/32")
         stranger = work(hosts["gamma"], tmp_path, 0.0)
         assert "joined" not in stranger.communicate(timeout=60)[0] and stranger.returncode
         friend = work(hosts["beta"], tmp_path, 0.0)

@@ -31,8 +31,8 @@ COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "100000")
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (["--workers=2", "--bind=0.0.0.0:0"], "A gradient server would take gradients from anyone"),
-        (["--workers=2", "--bind=0.0.0.0:0", "--allow=example"], "--allow names no network"),
+        (["--workers=2", "--bind=0.0.0.0:0"], "A gradient server would accept gradients from anyone"),
+        (["--workers=2", "--bind=0.0.0.0:0", "--allow=example"], "--allow is not a network"),
         (["--workers=2", "--bind=192.0.2.1:1", "--allow=10.0.0.0/8"], "cannot listen at 192.0.2.1:1"),
         (["--workers=2", "--bind=nowhere:port"], "'nowhere:port' is not an address"),
     ],
@@ -47,7 +47,7 @@ def test_whoever_is_allowed_is_warned_of(tmp_path: Path) -> None:
     try:
         assert process.stdout
         lines = [process.stdout.readline() for _ in range(2)]
-        assert lines[1].startswith("WARNING: Nobody is authenticated: whoever is in 10.1.0.0/16 can take part")
+        assert lines[1].startswith("WARNING: There is no authentication: any host in 10.1.0.0/16 can take part")
     finally:
         end_started()
 

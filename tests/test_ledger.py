@@ -118,7 +118,7 @@ def cut_short(lines: list[dict[str, Any]]) -> None:
     [
         (drop, "step 4 follows step 2"),
         (twice, "step 3 follows step 3"),
-        (other_samples, "slot 2 of step 3 was computed from other samples"),
+        (other_samples, "slot 2 of step 3 was computed from the wrong samples"),
         (missing_slot, "the slots of step 3 are not all computed once"),
         (early_generation, "generation 9, which has not begun"),
         (cut_short, "The ledger ends at step 5, summary.json says 6"),

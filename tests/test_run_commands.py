@@ -31,7 +31,7 @@ def test_a_running_run_is_listed_and_stopped_as_by_ctrl_c(tmp_path: Path) -> Non
     finish(process)
     assert process.returncode == 4
     code, output = andon("stop", "runs/one", cwd=tmp_path)
-    assert code == 1 and "Nobody trains in runs/one" in output and len(output.splitlines()) == 3
+    assert code == 1 and "No run is live in runs/one" in output and len(output.splitlines()) == 3
 
 
 def test_a_curve_is_drawn_in_the_terminal_and_as_a_png(tmp_path: Path) -> None:

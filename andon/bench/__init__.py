@@ -1,1 +1,1 @@
-"""Measurements that a user can repeat."""
+"""Benchmarks that a user can repeat."""

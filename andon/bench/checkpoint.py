@@ -1,10 +1,10 @@
-"""`andon bench checkpoint`: what a save costs training, in one run with what it is measured against.
+"""`andon bench checkpoint`: what a save costs training, measured in one run with its peers.
 
-*Stall* is how long the step loop waits for a save: the request, and what is left of the snapshot before the next
-exchange. It is set against one plain copy of the whole state (weights and AdamW's moments) from memory to memory, and
-against the stall of `torch.distributed.checkpoint.async_save` (Gloo, one rank) for the same state. *Slow-down* is the
-time of the steps during a save against the steps before it. Throughput is that of a save with nothing else to do,
-against plain writes of as many bytes with fsync. Rounds take turns; medians count, and the slowest rank.
+*Stall* is how long the step loop waits for a save: the request, and the rest of the snapshot before the next exchange.
+It is compared with one plain copy of the whole state (weights and AdamW's moments) in memory, and with the stall of
+`torch.distributed.checkpoint.async_save` (Gloo, one rank) for the same state. *Slow-down* compares the steps during a
+save with the steps before it. Throughput is that of a save on an idle machine, compared with plain writes of the same
+number of bytes and fsync. Figures are medians over rounds of the slowest rank in each.
 """
 
 import json
@@ -20,7 +20,7 @@ from andon.bench.kit.report import ratio, slowest
 
 
 def summarize(by_rank: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Seconds, GB/s and ratios: medians over the rounds, of the slowest rank in each."""
+    """Seconds, GB/s and ratios: medians over the rounds of the slowest rank in each."""
     rounds = slowest(by_rank)
     size = rounds["bytes"][0]
     median = {name: statistics.median(values) for name, values in rounds.items()}
@@ -48,7 +48,7 @@ def summarize(by_rank: list[dict[str, list[float]]]) -> dict[str, float]:
 
 
 def main(preset: str, ranks: int, tokens: int, repetitions: int, folder: Path, as_json: bool) -> None:
-    """Measure on the disk of a folder and print: a table for people, or JSON for scripts."""
+    """Measure on the disk of a folder, and print a table or JSON."""
     with tempfile.TemporaryDirectory(prefix=".andon-bench-", dir=folder) as place:
         task = {"preset": preset, "tokens": tokens, "repetitions": repetitions, "folder": place}
         found = summarize(run_ranks("andon.bench.ranks.checkpoint", ranks, task))

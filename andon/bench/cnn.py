@@ -1,4 +1,4 @@
-"""`andon bench cnn`: a script's step with Andon's Python interface against PyTorch's DDP over Gloo, in one run."""
+"""`andon bench cnn`: the step of a user's script with Andon's Python interface against DDP over Gloo, in one run."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ STEPS = 10  # in a turn
 
 
 def main(ranks: int, images: Sequence[int], repetitions: int, transport: str, as_json: bool) -> None:
-    """Measure and print one row for each number of images per worker and step."""
+    """Measure, and print one row for each number of images per worker and step."""
     task = {"images": list(images), "repetitions": repetitions, "transport": transport, "steps": STEPS}
     by_rank = run_ranks("andon.bench.ranks.cnn", ranks, task)
     rows = []

@@ -1,8 +1,7 @@
 """`andon bench finetune`: LoRA with Andon's step against Hugging Face's Trainer with peft and DDP, in one run.
 
-Both train the same adapters on the same model from the same first weights, with the same samples in the same order, in
-the same processes: after each turn of the Trainer comes a turn of Andon. So times can be compared turn by turn, and
-losses step by step.
+Both train the same adapters on the same model, with the same initial weights and the same samples in the same order, in
+the same processes. They take turns, so that times can be compared turn by turn and losses step by step.
 """
 
 import json
@@ -20,7 +19,6 @@ from andon.config.finetune import FinetuneConfig
 from andon.config.load import merge, validate
 from andon.data import stories
 from andon.data.tokenizer import Tokenizer
-from andon.errors import UserError
 from andon.finetune.plan import resolve_steps
 from andon.model.hub_config import to_hub
 from andon.model.shape import SHAPES
@@ -32,21 +30,18 @@ LARGEST_VOCABULARY = 2_048
 
 
 def main(presets: Sequence[str], ranks: int, samples: int, repetitions: int, transport: str, as_json: bool) -> None:
-    """Measure and print one row for each model."""
+    """Measure, and print one row for each model."""
     rows = []
     for preset in presets:
-        if preset not in SHAPES:
-            raise UserError(f"{preset!r} is not a preset", f"Presets: {', '.join(SHAPES)}", "Choose one of these")
         with tempfile.TemporaryDirectory(prefix="andon-bench-") as folder:
             by_rank = _measure(Path(folder), preset, ranks, samples, repetitions, transport)
         rows.append(_row(preset, ranks, samples, by_rank))
-    title = f"LoRA, {ranks} workers, one thread each, {transport}, against Trainer + peft over Gloo"
-    show(title, rows, as_json)
+    show(f"LoRA, {ranks} workers, one thread each, {transport}, against Trainer + peft over Gloo", rows, as_json)
 
 
 def _measure(folder: Path, preset: str, ranks: int, samples: int, repetitions: int, transport: str) -> list[Any]:
     model, data = _make_model(folder / "model", preset), _make_data(folder / "samples.jsonl")
-    given = {
+    keys = {
         "model": str(model),
         "data.files": [str(data)],
         "data.cache": str(folder / "cache"),
@@ -62,14 +57,14 @@ def _measure(folder: Path, preset: str, ranks: int, samples: int, repetitions: i
         "workers": ranks,
         "device": "cpu",
     }
-    config = resolve_steps(validate(merge({}, given, FinetuneConfig), FinetuneConfig), Console(quiet=True))
+    config = resolve_steps(validate(merge({}, keys, FinetuneConfig), FinetuneConfig), Console(quiet=True))
     task = {"config": config.model_dump(mode="json"), "turns": WARM_UP + repetitions, "steps": STEPS}
     return run_ranks("andon.bench.ranks.finetune", ranks, {**task, "transport": transport})
 
 
 def _row(preset: str, ranks: int, samples: int, by_rank: Sequence[Any]) -> dict[str, Any]:
     seconds = {name: turns[WARM_UP:] for name, turns in slowest([each["seconds"] for each in by_rank]).items()}
-    # A rank of the Trainer tells the loss of its own samples, weighted so that the mean over ranks is the step's.
+    # A rank of the Trainer reports the loss of its own samples, weighted so that the mean over ranks is the step's.
     theirs = [statistics.fmean(step) for step in zip(*(each["trainer"] for each in by_rank), strict=True)]
     ours = by_rank[0]["andon"]
     return {
@@ -85,19 +80,18 @@ def _row(preset: str, ranks: int, samples: int, by_rank: Sequence[Any]) -> dict[
 
 
 def _make_model(folder: Path, preset: str) -> Path:
-    """A Llama model of Hugging Face with random weights."""
+    """Write a Hugging Face Llama model with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
     LlamaForCausalLM(LlamaConfig(**to_hub(SHAPES[preset], end_token=0))).save_pretrained(folder)
-    texts = stories.stories(1, STORIES)
-    Tokenizer.train(texts, min(LARGEST_VOCABULARY, SHAPES[preset].vocab)).save(folder)
+    Tokenizer.train(stories.stories(1, STORIES), min(LARGEST_VOCABULARY, SHAPES[preset].vocab)).save(folder)
     return folder
 
 
 def _make_data(path: Path) -> Path:
-    """Stories to continue: a prompt of half the words, and the rest."""
+    """Write stories as samples: the first half of the words is the prompt, the rest the completion."""
     rows = []
     for text in stories.stories(2, STORIES):
         words = text.split(" ")

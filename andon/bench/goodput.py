@@ -1,10 +1,10 @@
-"""`andon bench goodput`: how much of a run's undisturbed speed is left when its workers are killed again and again.
+"""`andon bench goodput`: how much of a run's undisturbed speed is left while its workers are killed again and again.
 
 `andon train` and a plain PyTorch script (`andon.bench.ranks.goodput`: DistributedDataParallel, which torchrun restarts
-from the newest checkpoint) train the same model, one after the other, under the same schedule of kills. A run takes
-turns: it is undisturbed for one period, then a random worker gets SIGKILL once in every period, at a random moment of
-its first half; the turn ends when a step has followed the last kill. A step that is done again after a return to a
-checkpoint counts once. *Goodput* is tokens per second under kills over those of the undisturbed parts of the same run.
+from the newest checkpoint) train the same model, one after the other, under the same schedule of kills. Each run has
+several rounds. A round begins with one undisturbed period. In each period after it a random worker gets SIGKILL at a
+random moment of the first half; the round ends when a step has followed the last kill. A step that is repeated from a
+checkpoint counts once. *Goodput* is tokens/s under kills divided by tokens/s of the undisturbed periods.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ PRESET, SLOTS, WINDOWS = "tiny", 8, 4
 SAVE_EVERY = 20  # steps, in both
 ROUNDS = 5
 WARM_UP = 3  # steps
-PATIENCE = 120.0  # seconds without a step after which something is wrong
-LOOK = 0.05
+PATIENCE = 120.0  # seconds without a step that are an error
+POLL_SECONDS = 0.05
 ENDLESS = 10**9
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without it ranks that torchrun has restarted find the addresses of those before (pytorch issue 135712)."""
+"""Without it, ranks that torchrun has restarted read the addresses of earlier ranks (pytorch issue 135712)."""
 
 
 @dataclass
 class Part:
-    """Steps and seconds of the undisturbed parts, or of those with kills."""
+    """Totals of all undisturbed periods, or of all periods with kills."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -50,19 +50,19 @@ class Part:
 
 @dataclass
 class Training:
-    """A run that writes its steps, and the processes of its workers, as JSON lines."""
+    """A running command that writes its steps, and the process ids of its workers, as JSON lines."""
 
     process: subprocess.Popen[bytes]
     file: Path
     times: list[float] = field(default_factory=list)
-    """Of each step's end."""
+    """When each step ended."""
     steps: list[int] = field(default_factory=list)
-    """Their numbers: after a return to a checkpoint some come again."""
+    """The number of each step; steps repeated from a checkpoint appear again."""
     _workers: set[int] = field(default_factory=set)
     _read: int = 0
 
-    def look(self) -> None:
-        """Read what has been written since."""
+    def read_new(self) -> None:
+        """Read the lines that were written since the last call."""
         if self.process.poll() is not None:
             raise UserError("The run has ended", f"Exit code {self.process.returncode}", f"Look at {self.file.parent}")
         if not self.file.exists():
@@ -80,25 +80,25 @@ class Training:
                 self._workers.add(event["pid"])
 
     def wait_until(self, moment: float, steps: int = 0) -> None:
-        """Until a moment, and until so many steps have been seen in all."""
+        """Wait until `moment`, and until `steps` steps have been read in all."""
         until = time.time() + PATIENCE
         while time.time() < moment or len(self.times) < steps:
-            self.look()
+            self.read_new()
             if time.time() > max(until, moment):
                 raise UserError("The run makes no progress", f"No step for {PATIENCE:.0f} s", f"Look at {self.file}")
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
 
     def kill_one(self, chance: random.Random) -> None:
-        """SIGKILL to a random worker."""
-        self.look()
+        """Send SIGKILL to a random worker."""
+        self.read_new()
         family = psutil.Process(self.process.pid).children(recursive=True)
         workers = [child for child in family if child.pid in self._workers]
         if not workers:
-            raise UserError("There is nobody to kill", "All workers have ended", f"Look at {self.file.parent}")
+            raise UserError("There is no worker to kill", "All workers have ended", f"Look at {self.file.parent}")
         chance.choice(workers).kill()
 
     def measure(self, part: Part, begun: int) -> int:
-        """Add what happened since a step was seen, by its index; the index of the newest one."""
+        """Add the steps after index `begun` to a total; returns the index of the newest step."""
         now = len(self.times) - 1
         part.steps += self.steps[now] - self.steps[begun]
         part.seconds += self.times[now] - self.times[begun]
@@ -109,7 +109,7 @@ class Training:
 
 @contextlib.contextmanager
 def started(command: Sequence[str], folder: Path, file: str) -> Iterator[Training]:
-    """A run in a folder, until the context is left."""
+    """Start a command in a folder; kills it and its children at the end."""
     environment = os.environ | kernels("portable") | {"OMP_NUM_THREADS": "1", **OWN_STORE}
     with open(folder / "output", "wb") as output:
         process = subprocess.Popen(
@@ -132,7 +132,7 @@ def started(command: Sequence[str], folder: Path, file: str) -> Iterator[Trainin
 
 
 def disturb(training: Training, every: float, kills: int, seed: int) -> tuple[Part, Part]:
-    """Undisturbed for one period, then kills in as many as the round has; what came of both parts."""
+    """Do the rounds, with `kills` kills in all; returns the totals without and with kills."""
     chance, calm, disturbed = random.Random(seed), Part(), Part()
     training.wait_until(0.0, WARM_UP)
     for number in range(min(ROUNDS, kills)):
@@ -144,21 +144,21 @@ def disturb(training: Training, every: float, kills: int, seed: int) -> tuple[Pa
             training.wait_until(time.time() + chance.uniform(0.0, every / 2))
             training.kill_one(chance)
             disturbed.kills += 1
-            training.look()
+            training.read_new()
             training.wait_until(period, len(training.times) + 1)
         training.measure(disturbed, begun)
     return calm, disturbed
 
 
 def commands(workers: int) -> dict[str, tuple[list[str], str]]:
-    """What each system runs, and the file in which it writes its steps."""
-    train = {
-        **{"workers": workers, "run.dir": "run", "restarts": ENDLESS, "model.preset": PRESET, "zero.policy": "off"},
-        **{"train.steps": ENDLESS, "train.slots": SLOTS, "train.micro_batch": WINDOWS, "optim.schedule": "constant"},
-        **{"data.stories": 1_000, "data.tokenizer": "bytes"},  # the speed is not of the text
-        **{"eval.every": 0, "eval.sample_every": 0, "checkpoint.every": SAVE_EVERY, "device": "cpu"},
-    }
-    andon = ["-m", "andon", "train", *(f"--{key}={value}" for key, value in train.items())]
+    """The command of each system, and the file to which it writes its steps."""
+    options = (
+        f"--workers={workers} --run.dir=run --restarts={ENDLESS} --model.preset={PRESET} --zero.policy=off "
+        f"--train.steps={ENDLESS} --train.slots={SLOTS} --train.micro_batch={WINDOWS} --optim.schedule=constant "
+        "--data.stories=1000 --data.tokenizer=bytes "  # the text does not matter for the speed
+        f"--eval.every=0 --eval.sample_every=0 --checkpoint.every={SAVE_EVERY} --device=cpu"
+    )
+    andon = ["-m", "andon", "train", *options.split()]
     task = json.dumps({"preset": PRESET, "windows": SLOTS * WINDOWS // workers, "save_every": SAVE_EVERY})
     restarted = ["--standalone", f"--nproc-per-node={workers}", f"--max-restarts={ENDLESS}"]
     torchrun = ["-m", "torch.distributed.run", *restarted, "-m", "andon.bench.ranks.goodput", task]
@@ -166,19 +166,20 @@ def commands(workers: int) -> dict[str, tuple[list[str], str]]:
 
 
 def main(workers: int, every: float, minutes: float, seed: int, as_json: bool) -> None:
-    """Measure both and print a row for each."""
+    """Measure both systems, and print a row for each."""
     if SLOTS % workers:
-        raise UserError(f"{workers} workers cannot share {SLOTS} slots evenly", "DDP has no slots", "Take 1, 2, 4 or 8")
+        cause = f"A step has {SLOTS} slots, and DDP needs equal shares"
+        raise UserError(f"{workers} workers cannot be compared", cause, "Give --workers 1, 2, 4 or 8")
     kills = max(1, round(60 * minutes / every))
     rows: list[dict[str, Any]] = []
     for system, (command, file) in commands(workers).items():
         folder = Path(tempfile.mkdtemp(prefix="andon-goodput-"))
         with started(command, folder, file) as training:
             calm, disturbed = disturb(training, every, kills, seed)
-        shutil.rmtree(folder)  # kept after an error, to look at
+        shutil.rmtree(folder)  # after an error it stays, for inspection
         rows.append({"system": system, **_row(calm, disturbed)})
     title = f"{PRESET}, {workers} workers, one SIGKILL every {every:g} s, a checkpoint every {SAVE_EVERY} steps"
-    show(title, rows, as_json, ["goodput: tokens/s under kills over the undisturbed tokens/s of the same run"])
+    show(title, rows, as_json, ["goodput: tokens/s under kills divided by the undisturbed tokens/s of the same run"])
 
 
 def _row(calm: Part, disturbed: Part) -> dict[str, Any]:

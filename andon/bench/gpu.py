@@ -1,8 +1,8 @@
-"""`andon bench train --device cuda`: Andon's step on one GPU, with and without checks and determinism, and the same
-shape in transformers.
+"""`andon bench train --device cuda`: Andon's step on one GPU, with and without checks and determinism, against a
+transformers model of the same shape.
 
-All hold their models at the same time and take turns, some steps each, so that a card that grows warm slows all of
-them alike. MFU is the share of the card's peak that the model's own arithmetic takes (`run.mfu`).
+All contestants hold their models at the same time and take turns of a few steps, so that a card that grows warm slows
+all of them alike. MFU is the share of the card's peak that the model's own arithmetic takes (`run.mfu`).
 """
 
 import gc
@@ -22,7 +22,6 @@ from andon.model.llama import Llama
 from andon.model.shape import CHEAP, SHAPES, Shape
 from andon.optim.sharding import Zero
 from andon.run.mfu import mfu, peak_of
-from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 
 STEPS: Final = 4  # in a turn
@@ -32,7 +31,7 @@ Step = Callable[[], Any]
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """torch's deterministic algorithms, or whatever is fastest."""
+    """Use torch's deterministic algorithms inside the context, or the fastest ones."""
     torch.use_deterministic_algorithms(wanted)
     try:
         yield
@@ -40,27 +39,24 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def andon_step(
-    shape: Shape, batch: int, checks: bool, is_deterministic: bool, activation_memory: float
-) -> tuple[Group, Step]:
-    """A step as `andon train` does it on one GPU."""
+def andon_step(shape: Shape, batch: int, checks: bool, is_deterministic: bool, activation_memory: float) -> Step:
+    """The step of `andon train` on one GPU."""
     from andon.model.gpu.compiled import compile_model
 
-    group = LocalGroup()
     model = Llama(shape)
     model.initialise(seed=1)
     model.to("cuda")
     model.compute = torch.bfloat16
     compile_model(model, is_deterministic, activation_memory)
     trainer = make_trainer(
-        make_optimizer(model, group, Zero("off")), RandomBatches(shape, batch * shape.context, seed=1)
+        make_optimizer(model, LocalGroup(), Zero("off")), RandomBatches(shape, batch * shape.context, seed=1)
     )
     trainer.model.exchange.checks = checks
-    return group, trainer.train_step
+    return trainer.train_step
 
 
 def transformers_step(shape: Shape, batch: int, compiled: bool) -> Step:
-    """A step as one would write it with transformers' Llama, autocast and fused AdamW."""
+    """A plain PyTorch step with transformers' Llama, autocast and fused AdamW."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from andon.model.hub_config import to_hub
@@ -84,12 +80,12 @@ def transformers_step(shape: Shape, batch: int, compiled: bool) -> Step:
 
 
 def contestants(shape: Shape, batch: int) -> dict[str, tuple[bool, Callable[[], Step]]]:
-    """By name: whether torch must be deterministic, and how the step is made."""
+    """By name: whether torch must be deterministic, and a function that builds the step."""
     found: dict[str, tuple[bool, Callable[[], Step]]] = {
-        "andon": (True, lambda: andon_step(shape, batch, True, True, CHEAP)[1]),
-        "andon without checks": (True, lambda: andon_step(shape, batch, False, True, CHEAP)[1]),
-        "andon, all activations kept": (True, lambda: andon_step(shape, batch, True, True, 1.0)[1]),
-        "the same, not deterministic": (False, lambda: andon_step(shape, batch, True, False, 1.0)[1]),
+        "andon": (True, lambda: andon_step(shape, batch, True, True, CHEAP)),
+        "andon without checks": (True, lambda: andon_step(shape, batch, False, True, CHEAP)),
+        "andon, all activations kept": (True, lambda: andon_step(shape, batch, True, True, 1.0)),
+        "the same, not deterministic": (False, lambda: andon_step(shape, batch, True, False, 1.0)),
     }
     try:
         import transformers  # noqa: F401
@@ -102,7 +98,7 @@ def contestants(shape: Shape, batch: int) -> dict[str, tuple[bool, Callable[[], 
 
 
 def main(preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
-    """Measure and print one row for each contestant; `tokens` are those of a step."""
+    """Measure, and print one row for each contestant; `tokens` is the number per step."""
     if not torch.cuda.is_available():
         raise UserError("--device cuda needs a GPU", "torch sees no CUDA device", "Try --device cpu")
     torch.set_num_threads(1)
@@ -121,10 +117,9 @@ def main(preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
             steps[who] = fixed, _started(fixed, make)
         except torch.OutOfMemoryError:
             if not steps:
-                raise UserError(
-                    f"{batch} windows do not fit into the GPU's memory", name, "Try fewer --tokens"
-                ) from None
-            print(f"{who}: left out, it does not fit beside the others; try fewer --tokens", file=sys.stderr)
+                what = f"{batch} windows do not fit into the GPU's memory"
+                raise UserError(what, name, "Try fewer --tokens") from None
+            print(f"{who}: left out, does not fit into memory next to the others; try fewer --tokens", file=sys.stderr)
             continue
         first_s[who] = time.perf_counter() - began
         peak_gib[who] = (torch.cuda.max_memory_allocated() - held) / 2**30
@@ -146,7 +141,7 @@ def main(preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
 
 
 def _started(is_deterministic: bool, make: Callable[[], Step]) -> Step:
-    """A contestant's step, once it has compiled what it needs."""
+    """Build a contestant's step and do it once, so that everything is compiled."""
     with deterministic(is_deterministic):
         step = make()
         step()

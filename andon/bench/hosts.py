@@ -1,7 +1,7 @@
 """`andon bench hosts`: Andon's step over ring and star against DDP over Gloo, on hosts with a network of a given rate.
 
-A host is a network namespace on one switch; what it sends and receives passes a token bucket (`tc tbf`). One rank runs
-on each. All of them take turns, a step each, in one run. It needs root.
+A host is a network namespace, connected to one switch; a token bucket (`tc tbf`) limits what it sends and receives. One
+rank runs on each host. All contestants take turns in one run, a step each. It needs root.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from andon.bench.kit.processes import run_processes
 from andon.bench.kit.report import ratio, show, slowest
 from andon.control.token import new_token
 from andon.errors import UserError
@@ -23,7 +24,7 @@ NAMES = ("ring", "ring:bf16", "star", "star:bf16")
 
 
 def main(rates: list[str], ranks: int, preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
-    """Measure and print one row per rate and transport."""
+    """Measure, and print one row per rate and transport."""
     rows = []
     for rate in rates:
         with _hosts(ranks, rate) as namespaces:
@@ -40,30 +41,21 @@ def main(rates: list[str], ranks: int, preset: str, tokens: int, repetitions: in
                     "ratio": ratio(seconds["ddp"], seconds[name]),
                 }
             )
-    show(f"{preset}, {ranks} hosts, {tokens} tokens a worker, against DDP over Gloo", rows, as_json)
+    show(f"{preset}, {ranks} hosts, {tokens} tokens per worker, against DDP over Gloo", rows, as_json)
 
 
 def _run_ranks(namespaces: list[str], task: dict[str, Any]) -> list[Any]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ANDON_TOKEN": new_token(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    processes = []
+    commands = []
     for rank, namespace in enumerate(namespaces):
         place = {"rank": rank, "ranks": len(namespaces), "host": _address(rank), "master": _address(0)}
         command = [sys.executable, "-m", "andon.bench.ranks.hosts", json.dumps({**task, **place})]
-        inside = ["ip", "netns", "exec", namespace, *command]
-        processes.append(subprocess.Popen(inside, stdout=subprocess.PIPE, env=environment, text=True))
-    try:
-        outputs = [process.communicate()[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if failed := [rank for rank, process in enumerate(processes) if process.returncode]:
-        raise RuntimeError(f"rank {failed[0]} of the benchmark failed; its error is above")
-    return [json.loads(output) for output in outputs]
+        commands.append(["ip", "netns", "exec", namespace, *command])
+    return run_processes(commands, new_token())
 
 
 @contextmanager
 def _hosts(count: int, rate: str) -> Iterator[list[str]]:
+    """Create the namespaces; yields their names, and removes them at the end."""
     switch = f"andonbench{os.getpid()}"
     namespaces = [f"{switch}-{number}" for number in range(count)]
     with ExitStack() as undo:

@@ -1,7 +1,8 @@
-"""What numerics cost here: one worker's forward and backward with portable, compatible and native kernels, in turn.
+"""`andon bench numerics`: forward and backward of one worker with portable, compatible and native kernels,
+in turn.
 
-Each kind of kernels needs a separate process, because torch chooses once. `python -m andon.bench.numerics PRESET` is
-such a process: for every line on its standard input it computes once and prints the seconds.
+torch chooses its kernels once, so each kind needs its own process, `python -m andon.bench.numerics PRESET`. For every
+line on its standard input it computes once and prints the seconds.
 """
 
 import contextlib
@@ -10,17 +11,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
-from andon.bench.kit.report import show
+from andon.bench.kit.report import ratio, show
 from andon.numerics import AVX2, Numerics, kernels
 
 TOKENS = 512
+WARM_UP = 2  # turns
 
 
 def main(presets: Sequence[str], repetitions: int, as_json: bool) -> None:
-    """Print what portable and compatible kernels cost for some models."""
+    """Measure, and print one row for each model."""
     rows = []
     for preset in presets:
         seconds = measure(preset, repetitions, ("portable", "compatible", "native"))
@@ -28,38 +30,37 @@ def main(presets: Sequence[str], repetitions: int, as_json: bool) -> None:
             {
                 "preset": preset,
                 **{f"{kind}_ms": 1e3 * statistics.median(turns) for kind, turns in seconds.items()},
-                **{f"{kind}_cost_percent": round(_percent(seconds, kind), 1) for kind in ("portable", "compatible")},
+                **{
+                    f"{kind}_cost_percent": round(100 * (ratio(seconds[kind], seconds["native"]) - 1), 1)
+                    for kind in ("portable", "compatible")
+                },
             }
         )
     show(f"forward and backward of {TOKENS} tokens on one core", rows, as_json)
 
 
 def cost(preset: str = "tiny", repetitions: int = 9) -> str:
-    """What portable numerics cost on this machine, in words."""
-    percent = _percent(measure(preset, repetitions, ("portable", "native")), "portable")
+    """Measure what portable kernels cost on this machine; returns a sentence."""
+    seconds = measure(preset, repetitions, ("portable", "native"))
+    percent = 100 * (ratio(seconds["portable"], seconds["native"]) - 1)
     if percent < 2:
         return f"portable costs nothing here ({percent:+.0f}% against native, measured on {preset})"
     return f"portable costs {percent:.0f}% of the speed here against native, measured on {preset}"
 
 
-def measure(preset: str, repetitions: int, kinds: Sequence[Numerics]) -> dict[Numerics, list[float]]:
-    """The seconds of each turn with each kind of kernels; the first two turns do not count."""
-    seconds: dict[Numerics, list[float]] = {kind: [] for kind in kinds}
+def measure(preset: str, repetitions: int, kinds: Sequence[Numerics]) -> dict[str, list[float]]:
+    """Seconds of each turn after the warm-up, with each kind of kernels."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     with contextlib.ExitStack() as stack:
         processes = {kind: stack.enter_context(_process(preset, kind)) for kind in kinds}
-        for turn in range(repetitions + 2):
-            for kind, (ask, answer) in processes.items():
-                ask.write("go\n")
-                ask.flush()
-                took = float(answer.readline())
-                if turn > 1:
+        for turn in range(WARM_UP + repetitions):
+            for kind, (stdin, stdout) in processes.items():
+                stdin.write("go\n")
+                stdin.flush()
+                took = float(stdout.readline())
+                if turn >= WARM_UP:
                     seconds[kind].append(took)
     return seconds
-
-
-def _percent(seconds: Mapping[Numerics, Sequence[float]], kind: Numerics) -> float:
-    """How much longer a turn takes than with native kernels."""
-    return 100 * (statistics.median(a / b for a, b in zip(seconds[kind], seconds["native"], strict=True)) - 1)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """`andon profile`: where the time of a step goes, as a Chrome trace and a table, on a CPU or a GPU.
 
-It runs some steps of a configuration on one worker, with random tokens: no corpus is needed. The table has the kernels
-of the GPU, or without one the operations of the CPU, and the phases of a step as the host sees them.
+It runs a few steps of a configuration on one worker with random tokens, so no corpus is needed. The table has the
+kernels of the GPU, or the operations of the CPU if there is none; the phases of a step are times on the host.
 """
 
 import time
@@ -21,12 +21,12 @@ from andon.run.pretraining import build_model
 from andon.run.records.events import no_event
 from andon.transport.local import LocalGroup
 
-WARM_UP: Final = 3
+WARM_UP: Final = 3  # steps
 NAME_WIDTH: Final = 70
 
 
-def main(config: Config, steps: int, trace: Path, most: int, as_json: bool) -> None:
-    """Profile `steps` steps, write the trace and print the `most` expensive operations."""
+def main(config: Config, steps: int, trace: Path, rows: int, as_json: bool) -> None:
+    """Profile `steps` steps, write the trace and print the `rows` slowest operations."""
     config = config.with_transport("local")
     make_torch_deterministic(config.threads)
     device = choose_device(config.device, 0, no_event)
@@ -56,12 +56,12 @@ def main(config: Config, steps: int, trace: Path, most: int, as_json: bool) -> N
         "Phases on the host: " + ", ".join(f"{name} {value:.1f} ms" for name, value in phases.items()),
         f"Trace: {trace} (open it in chrome://tracing or ui.perfetto.dev)",
     ]
-    rows = _rows(profiler, on_gpu, steps, whole)[:most]
-    show(f"A step of {whole:.1f} ms, profiled, {'GPU' if on_gpu else 'CPU'}", rows, as_json, notes)
+    title = f"A step of {whole:.1f} ms, profiled, {device.type.upper()}"
+    show(title, _operations(profiler, on_gpu, steps, whole)[:rows], as_json, notes)
 
 
-def _rows(profiler: Any, on_gpu: bool, steps: int, whole: float) -> list[dict[str, Any]]:
-    """Each kernel or operation, the most expensive first."""
+def _operations(profiler: Any, on_gpu: bool, steps: int, whole: float) -> list[dict[str, Any]]:
+    """Each kernel or operation, the slowest first."""
     found = []
     for each in profiler.key_averages():
         if (each.device_type.name == "CUDA") is on_gpu and not each.is_user_annotation:

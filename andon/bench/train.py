@@ -1,11 +1,11 @@
-"""`andon bench train`: Andon's step against what PyTorch has of it over Gloo, interleaved in one run.
+"""`andon bench train`: Andon's step against PyTorch over Gloo; all take turns in one run.
 
-A row is one batch size. Against DistributedDataParallel with the same model, batch and threads: tokens per second, what
-the checks cost (the same step without them), the share of a step that each phase takes (`exchange`: what is left of it
-after backward), and how much of the exchange was hidden behind backward. With `--zero`: a step with ZeRO `even` against
-plain data parallel, and AdamW on this rank's share with the gather of the weights against `ZeroRedundancyOptimizer` (of
-its two ways to keep parameters, the faster counts). Medians over turns; the slowest rank counts. Ratios are medians of
-the ratios of each turn, so that a slow moment counts on both sides.
+The peer is DistributedDataParallel with the same model, batch and threads. A row is one batch size: tokens per second,
+the cost of the checks (against the same step without them), the share of each phase (`exchange` is the part of the
+exchange after backward), and the share of the exchange that was hidden behind backward. With `--zero` it compares a
+step with ZeRO `even` with plain data parallel, and AdamW and gather with `ZeroRedundancyOptimizer` (the faster of its
+two ways to keep parameters). Figures are medians over turns of the slowest rank; ratios are medians of the ratios of
+each turn, so that a slow moment of the machine affects both sides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from andon.bench.kit.report import Turns, ratio, show, slowest
 
 
 def train_row(tokens: int, ranks: int, seconds: Turns, phases: dict[str, float]) -> dict[str, Any]:
-    """Andon's step with and without checks (`other`) against DDP's; phases are shares of the step."""
+    """Andon's step with checks, and without (`other`), against DDP's; phases become shares of the step."""
     rate = {name: ranks * tokens / statistics.median(each) for name, each in seconds.items()}
     exchange, whole = phases.pop("all_exchange"), sum(phases.values())
     return {
@@ -35,7 +35,7 @@ def train_row(tokens: int, ranks: int, seconds: Turns, phases: dict[str, float])
 
 
 def zero_row(tokens: int, ranks: int, seconds: Turns, phases: dict[str, float]) -> dict[str, Any]:
-    """Andon's step with ZeRO and without (`other`), and its update against torch's."""
+    """Andon's step with ZeRO, and without (`other`); its update against torch's."""
     median = {name: statistics.median(each) for name, each in seconds.items()}
     fastest = min(("torch", "torch_bucket_view"), key=median.__getitem__)
     update = phases["optimizer"] / 1e3
@@ -55,7 +55,7 @@ def zero_row(tokens: int, ranks: int, seconds: Turns, phases: dict[str, float]) 
 def main(
     preset: str, ranks: int, tokens: list[int], repetitions: int, transport: str, zero: bool, as_json: bool
 ) -> None:
-    """Measure and print: a table for people, or one JSON row per line for scripts."""
+    """Measure, and print one row for each batch size."""
     task = {"preset": preset, "tokens": tokens, "repetitions": repetitions, "transport": transport, "zero": zero}
     by_rank = run_ranks("andon.bench.ranks.train", ranks, task)
     rows = []
@@ -67,8 +67,8 @@ def main(
         rows.append((zero_row if zero else train_row)(count, ranks, seconds, medians))
     against = "ZeRO even against plain" if zero else "against DDP over Gloo"
     notes = [
-        f"{row['tokens']} tokens: " + ", ".join(f"{name} {share:.0%}" for name, share in row.get("phases", {}).items())
+        f"{row['tokens']} tokens: " + ", ".join(f"{name} {share:.0%}" for name, share in row["phases"].items())
         for row in rows
-        if not zero
+        if "phases" in row
     ]
     show(f"{preset}, {ranks} workers, one thread each, {transport}, {against}", rows, as_json, notes)

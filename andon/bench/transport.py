@@ -1,10 +1,9 @@
 """`andon bench transport`: every transport against gloo, in one run on this machine.
 
-A row is one transport, number of ranks and size: the median time of an all-reduce, its bus bandwidth (the
-bytes that a ring would move per rank, 2(N-1)/N of the vector, per second), the processor time that all ranks
-together spend per GB of vector, and the ratio of gloo's time to it. The slowest rank counts. Two bounds of
-the machine are measured with it: a plain memory copy, and a bare full-duplex TCP connection. All sockets have
-the same congestion control (`andon.bench.kit.link`).
+A row is one transport, number of ranks and size. It has the median time of an all-reduce on the slowest rank, its bus
+bandwidth (the bytes per second that a ring would move per rank, 2(N-1)/N of the vector), the processor time of all
+ranks per GB of vector, and the ratio of gloo's time to its own. Two bounds of the machine are measured too: a plain
+memory copy and a bare full-duplex TCP connection. All sockets have the same congestion control (`bench.kit.link`).
 """
 
 import statistics
@@ -12,28 +11,36 @@ from typing import Any
 
 from andon.bench.kit.bounds import measure_bounds
 from andon.bench.kit.processes import run_ranks
-from andon.bench.kit.report import show
+from andon.bench.kit.report import ratio, show
 from andon.bench.kit.servers import start_server
 from andon.control.token import new_token
 from andon.errors import UserError
 
 MB = 1 << 20
-MEAN_FROM = 1 * MB  # geometric means leave out what is smaller: it measures latency
+MEAN_FROM = 1 * MB  # bytes; smaller vectors measure latency and are not in the geometric means
 
 
 def run(transports: list[str], ranks: list[int], sizes: list[int], repetitions: int) -> list[dict[str, Any]]:
-    """Measure every transport and gloo: a row for each number of ranks and size in bytes."""
+    """Measure every transport and gloo; returns a row for each number of ranks, size and transport."""
     rows = []
     for count in ranks:
         for size, timings in _run_ranks(transports, count, sizes, repetitions).items():
-            gloo_ms = 1e3 * statistics.median(seconds for seconds, _ in timings["gloo"])
+            gloo = [seconds for seconds, _ in timings["gloo"]]
             for name, samples in timings.items():
-                ms = 1e3 * statistics.median(seconds for seconds, _ in samples)
-                gigabytes = size / 1e9
-                row = {"transport": name, "ranks": count, "mb": size / MB, "ms": ms, "gloo_ms": gloo_ms}
-                row |= {"ratio": gloo_ms / ms, "bus_gb_s": 2 * (count - 1) / count * gigabytes / (ms / 1e3)}
-                processor = statistics.median(processor for _, processor in samples)
-                rows.append({**row, "cpu_s_per_gb": processor / gigabytes})
+                seconds = [seconds for seconds, _ in samples]
+                median, gigabytes = statistics.median(seconds), size / 1e9
+                rows.append(
+                    {
+                        "transport": name,
+                        "ranks": count,
+                        "mb": size / MB,
+                        "ms": 1e3 * median,
+                        "gloo_ms": 1e3 * statistics.median(gloo),
+                        "ratio": ratio(gloo, seconds),
+                        "bus_gb_s": 2 * (count - 1) / count * gigabytes / median,
+                        "cpu_s_per_gb": statistics.median(processor for _, processor in samples) / gigabytes,
+                    }
+                )
     return rows
 
 
@@ -47,34 +54,34 @@ def means(rows: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
 
 
 def main(transports: list[str], ranks: list[int], sizes: list[int], repetitions: int, as_json: bool) -> None:
-    """Measure and print: a table for people, or one JSON row per line for scripts."""
+    """Measure, and print the rows; JSON rows include the bounds."""
     bounds = measure_bounds()
     rows = run(transports, ranks, sizes, repetitions)
     notes = [
         f"{name}, {count} ranks: {mean:.2f} × gloo, geometric mean over sizes from 1 MB"
         for (name, count), mean in means(rows).items()
+        if name != "gloo"
     ]
     notes.append("bounds: memory copy {copy_gb_s:.1f} GB/s, socket {socket_gb_s:.2f} GB/s each way".format(**bounds))
     rows = [{**row, **bounds} for row in rows] if as_json else rows
-    show("all-reduce, f32, one thread per rank; ratio: gloo's time over it", rows, as_json, notes)
+    show("all-reduce, f32, one thread per rank, against gloo", rows, as_json, notes)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 64KB, 1MB or 1.5GB."""
+    """Parse a size such as 64KB, 1MB or 1.5GB into bytes."""
     units = {"KB": 1 << 10, "MB": MB, "GB": 1 << 30}
     number, unit = text[:-2], text[-2:].upper()
     try:
         return int(float(number) * units[unit])
     except (KeyError, ValueError) as error:
-        raise UserError(
-            f"{text!r} is not a size", "sizes are written like 64KB, 1MB or 1.5GB", "try --sizes 64KB,1MB,16MB"
-        ) from error
+        cause = "Sizes are written like 64KB, 1MB or 1.5GB"
+        raise UserError(f"{text!r} is not a size", cause, "For example --sizes 64KB,1MB,16MB") from error
 
 
 def _run_ranks(
     transports: list[str], ranks: int, sizes: list[int], repetitions: int
 ) -> dict[int, dict[str, list[tuple[float, float]]]]:
-    """Per size and transport: seconds of the slowest rank and processor seconds of all, per repetition."""
+    """Per size, transport and repetition: seconds of the slowest rank, processor seconds of all ranks."""
     token = new_token()
     servers = {name: port for name in transports if (port := start_server(name, ranks, token)) is not None}
     task = {"transports": transports, "sizes": sizes, "repetitions": repetitions, "servers": servers}

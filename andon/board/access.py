@@ -1,13 +1,14 @@
-"""Who may look: on loopback everyone of this machine, elsewhere those who know the run's token.
+"""Who may see the board: on loopback every user of this machine, elsewhere those who know the run's token.
 
-A page of another site cannot ask the board for anything: the name in `Host` must be one of this machine's, which a
-rebound name is not, and the cookie is never sent across sites. The token is typed into a form, or sent as
-`Authorization: Bearer`; never part of an address, which ends up in logs and histories.
+Pages of other sites cannot read the board. On loopback the name in `Host` must be one of this machine's, which stops
+DNS rebinding; elsewhere the cookie is never sent across sites. The token is typed into a form, or sent as
+`Authorization: Bearer`. It is never part of a URL, because URLs end up in logs and histories.
 """
 
 import asyncio
 import hmac
 from hashlib import sha256
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -16,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 COOKIE = "andon_board"
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
-OPEN_TO_ALL = {"/login", "/board.css"}
+"""At these hosts the board needs no token, and answers no other name in `Host`."""
+PUBLIC = {"/login", "/board.css"}
 WRONG_TOKEN_SECONDS = 1.0
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -30,11 +32,11 @@ HEADERS = {
 
 
 class Guard:
-    """Lets a request through, or answers it; adds what tells a browser to be careful."""
+    """Passes a request to the app or refuses it; adds security headers to every answer."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self.app, self._token = app, token
-        self._turn = asyncio.Lock()
+        self._wrong_token = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,7 +54,7 @@ class Guard:
         headers = Headers(scope=scope)
         if self._token is None:
             return host_of(headers.get("host", "")) in LOOPBACK
-        if scope["path"] in OPEN_TO_ALL:
+        if scope["path"] in PUBLIC:
             return True
         sent = headers.get("authorization", "").removeprefix("Bearer ").strip()
         cookie = Request(scope).cookies.get(COOKIE, "")
@@ -60,21 +62,21 @@ class Guard:
 
     def _refuse(self, scope: Scope) -> Response:
         if self._token is None:
-            return PlainTextResponse("This board answers only to the names of this machine.\n", 421)
+            return PlainTextResponse("This board answers only requests for localhost.\n", 421)
         if scope["path"] == "/":
             return RedirectResponse("/login", 303)
         return PlainTextResponse("The run's token is needed.\n", 401, {"WWW-Authenticate": "Bearer"})
 
     def _proof(self) -> str:
-        """What the cookie holds: it shows that the token was known, and does not tell it."""
+        """The value of the cookie: it proves knowledge of the token without containing it."""
         assert self._token
         return hmac.new(self._token.encode(), b"andon board", sha256).hexdigest()
 
     async def log_in(self, request: Request) -> Response:
-        """The form's answer: a cookie for who knows the token; others wait, one after another."""
-        form = await _small_form(request)
-        if self._token is None or not _equal(form, self._token):
-            async with self._turn:
+        """Answer the form: set the cookie if the token is right; wrong tokens wait, one after the other."""
+        sent = await _token_in_form(request)
+        if self._token is None or not _equal(sent, self._token):
+            async with self._wrong_token:
                 await asyncio.sleep(WRONG_TOKEN_SECONDS)
             return RedirectResponse("/login?wrong", 303)
         response = RedirectResponse("/", 303)
@@ -83,10 +85,8 @@ class Guard:
         return response
 
 
-async def _small_form(request: Request) -> str:
-    """The token in a form that was sent; empty if the form is too large to be one."""
-    from urllib.parse import parse_qs
-
+async def _token_in_form(request: Request) -> str:
+    """The token in a form; empty if the form is too large."""
     body = b""
     async for part in request.stream():
         body += part

@@ -1,4 +1,4 @@
-"""The board's answers: the page, a run's state, its curve between two steps, and what is new as server-sent events."""
+"""The board's routes: the page, a run's state, its curve between two steps, and server-sent events with news."""
 
 import asyncio
 import contextlib
@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -15,24 +16,18 @@ from starlette.types import ASGIApp
 
 from andon.board.access import Guard
 from andon.board.feed import Feed, glance
+from andon.board.history import runs_in
 from andon.board.prometheus import exposition
 
-TICK = 1.0  # seconds between two deltas
-PING = 15.0  # seconds after which a silent stream shows that it lives
-PAGE = {
-    "/": ("index.html", "text/html"),
-    "/login": ("login.html", "text/html"),
-    "/board.css": ("board.css", "text/css"),
-    "/uplot.css": ("uplot.css", "text/css"),
-    "/uplot.js": ("uplot.js", "text/javascript"),
-    "/charts.js": ("charts.js", "text/javascript"),
-    "/panels.js": ("panels.js", "text/javascript"),
-    "/board.js": ("board.js", "text/javascript"),
-}
+TICK_SECONDS = 1.0  # between two deltas
+PING_SECONDS = 15.0  # without a delta, after which a stream sends a comment to stay open
+FILES = ("board.css", "uplot.css", "uplot.js", "charts.js", "panels.js", "board.js")
+PAGE = {"/": "index.html", "/login": "login.html", **{f"/{name}": name for name in FILES}}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
 class Board:
-    """The runs below some folders, each read when someone looks at it."""
+    """The runs in some folders. A run is read when a viewer opens it."""
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
@@ -44,15 +39,11 @@ class Board:
         self._tickers: dict[str, asyncio.Task[None]] = {}
 
     def runs(self) -> dict[str, Path]:
-        """Every run, by its key: the folders that were named, or the runs in them."""
-        found: dict[str, Path] = {}
-        for folder in self._folders:
-            inside = [folder] if is_run(folder) else sorted(filter(is_run, folder.glob("*")))
-            found |= {sha256(str(run.resolve()).encode()).hexdigest()[:12]: run for run in inside}
-        return found
+        """Every run, by its key."""
+        return {sha256(str(run.resolve()).encode()).hexdigest()[:12]: run for run in runs_in(self._folders)}
 
     async def feed(self, key: str) -> Feed | None:
-        """The feed of a run, opened when it is first asked for."""
+        """The feed of a run, opened at its first use; None if there is no such run."""
         async with self._opening:
             if key not in self._feeds:
                 folder = (await asyncio.to_thread(self.runs)).get(key)
@@ -62,18 +53,18 @@ class Board:
         return self._feeds[key]
 
     def expect(self) -> None:
-        """Somebody loads the page: open the run that it will show, the newest, meanwhile."""
+        """Open the newest run in the background, because a browser loads the page that will show it."""
 
         async def open_newest() -> None:
             runs = await asyncio.to_thread(self.runs)
-            with contextlib.suppress(OSError, ValueError):  # a run that was removed, or none
+            with contextlib.suppress(OSError, ValueError):  # the run was removed, or there is none
                 await self.feed(max(runs, key=lambda key: (runs[key] / "metrics.jsonl").stat().st_mtime))
 
         self._expecting = asyncio.ensure_future(open_newest())
 
     @contextlib.asynccontextmanager
     async def watching(self, feed: Feed) -> AsyncIterator[None]:
-        """Somebody looks at a run: it is read once a second, whatever their number."""
+        """Read a run once a second while it has viewers, however many."""
         key = feed.key
         self._viewers[key] = self._viewers.get(key, 0) + 1
         self._news.setdefault(key, asyncio.Event())
@@ -88,7 +79,7 @@ class Board:
 
     async def _tick(self, feed: Feed) -> None:
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(TICK_SECONDS)
             before = (feed.edition, feed.number)
             await asyncio.to_thread(feed.advance)
             if before != (feed.edition, feed.number):
@@ -96,7 +87,7 @@ class Board:
                 event.set()
 
     async def deltas(self, feed: Feed, cursor: str) -> AsyncIterator[str]:
-        """Server-sent events: each delta after the cursor, as soon as there is one."""
+        """Server-sent events: each delta after the cursor, as soon as it exists."""
         async with self.watching(feed):
             while True:
                 news = self._news[feed.key]
@@ -108,41 +99,38 @@ class Board:
                     cursor = f"{feed.edition}.{number}"
                     yield f"id: {cursor}\ndata: {text}\n\n"
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), PING)
+                    await asyncio.wait_for(news.wait(), PING_SECONDS)
                     continue
                 yield ": alive\n\n"
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
-    return (folder / "metrics.jsonl").is_file()
-
-
 def make_app(folders: list[Path], token: str | None) -> ASGIApp:
-    """The board of some folders; without a token for this machine only."""
+    """The board of the runs in some folders; without a token, for this machine only."""
     board = Board(folders)
     page = files("andon.board") / "page"
 
     async def static(request: Request) -> Response:
-        name, kind = PAGE[request.url.path]
+        name = PAGE[request.url.path]
         if name == "index.html":
             board.expect()
-        return Response((page / name).read_bytes(), media_type=kind)
+        return Response((page / name).read_bytes(), media_type=TYPES[Path(name).suffix])
+
+    async def feed_of(request: Request) -> Feed:
+        feed = await board.feed(request.path_params["run"])
+        if feed is None:
+            raise HTTPException(404, "There is no such run\n")
+        return feed
 
     async def runs(request: Request) -> Response:
         found = await asyncio.to_thread(board.runs)
         return JSONResponse(await asyncio.to_thread(lambda: [glance(run, key) for key, run in found.items()]))
 
     async def state(request: Request) -> Response:
-        feed = await board.feed(request.path_params["run"])
-        if feed is None:
-            return no_such_run()
+        feed = await feed_of(request)
         return Response(await asyncio.to_thread(feed.everything), media_type="application/json")
 
     async def curve(request: Request) -> Response:
-        feed = await board.feed(request.path_params["run"])
-        if feed is None:
-            return no_such_run()
+        feed = await feed_of(request)
         try:
             first, last = (float(request.query_params[name]) for name in ("from", "to"))
             points = min(4000, max(2, int(request.query_params.get("points", 900))))
@@ -151,9 +139,7 @@ def make_app(folders: list[Path], token: str | None) -> ASGIApp:
         return JSONResponse(await asyncio.to_thread(feed.curve, first, last, points))
 
     async def stream(request: Request) -> Response:
-        feed = await board.feed(request.path_params["run"])
-        if feed is None:
-            return no_such_run()
+        feed = await feed_of(request)
         cursor = request.headers.get("last-event-id") or request.query_params.get("after", "")
         return StreamingResponse(board.deltas(feed, cursor), media_type="text/event-stream")
 
@@ -174,7 +160,3 @@ def make_app(folders: list[Path], token: str | None) -> ASGIApp:
     guard = Guard(app, token)
     app.router.routes.append(Route("/login", guard.log_in, methods=["POST"]))
     return guard
-
-
-def no_such_run() -> Response:
-    return PlainTextResponse("There is no such run\n", 404)

@@ -1,5 +1,5 @@
-"""Curves of any length as a few hundred points: each bucket of steps gives its mean, its lowest and its highest value,
-so that a spike of one step among a million is still seen."""
+"""Reduces curves of any length to a few hundred points. Each point is a bucket of steps, with its mean, lowest and
+highest value, so that a spike of one step among a million is still visible."""
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ def buckets(count: int, points: int) -> npt.NDArray[np.intp]:
 
 
 def mean(values: Floats, starts: npt.NDArray[np.intp]) -> Floats:
-    """The mean of each bucket, without what is not finite."""
+    """The mean of the finite values of each bucket; NaN if it has none."""
     known = np.isfinite(values)
     total = np.add.reduceat(np.where(known, values, 0.0), starts)
     count = np.add.reduceat(known.astype(np.float64), starts)
@@ -24,8 +24,8 @@ def mean(values: Floats, starts: npt.NDArray[np.intp]) -> Floats:
 
 
 def downsample(steps: Floats, columns: dict[str, Floats], points: int) -> Curve:
-    """The columns in at most `points` buckets; `loss` and the gradient norm with their bounds. A bucket has the number
-    of its last step."""
+    """Reduce the columns to at most `points` buckets, `loss` and `grad_norm` with their bounds. The step of a bucket is
+    its last one."""
     if not len(steps):
         return {"step": [], **{name: [] for name in columns}}
     starts = buckets(len(steps), points)
@@ -41,5 +41,5 @@ def downsample(steps: Floats, columns: dict[str, Floats], points: int) -> Curve:
 
 
 def as_list(values: Floats, digits: int = 6) -> list[float | None]:
-    """Numbers as JSON has them: rounded to significant digits, and null for what is not finite."""
+    """Numbers for JSON: rounded to significant digits, and None where not finite."""
     return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -1,8 +1,8 @@
-"""What the page is told of a run: everything once, and then, once a second, only what is new.
+"""What a page receives about a run: everything once, and then, once a second, only what is new.
 
 A *section* is a part of the page (lamps, saves, samples, …); it is sent again when it has changed. A *delta* is one
-message with new rows of the curve and changed sections; all viewers of a run get the same one, encoded once. A viewer
-that was away gets the deltas that it missed, or is told to reload.
+message with new rows of the curve and changed sections; it is encoded once for all viewers of a run. A viewer that
+reconnects receives the deltas that it missed, or a request to reload.
 """
 
 import json
@@ -20,9 +20,9 @@ from andon.run.records.events import as_json
 
 POINTS = 900
 ROWS_OF_DELTA = 200
-KEPT = 64  # deltas
-PAGE_FIRST = 1.0  # seconds in which a page opens before the rest of a large file is read
-SHOWN_EVALS, SHOWN_SAVES = 400, 40
+KEPT_DELTAS = 64
+PAGE_FIRST_SECONDS = 1.0  # for the page to open, before the rest of a large file is read
+SHOWN_EVALS, SHOWN_SAVES, SHOWN_NOTES, SHOWN_GENERATIONS = 400, 40, 12, 40
 
 
 class Feed:
@@ -32,10 +32,10 @@ class Feed:
         self.folder, self.key = folder, key
         self.history = History.quick(folder / "metrics.jsonl")
         self.number = 0
-        """Of the last delta."""
+        """The number of the last delta."""
         self.edition = 0
-        """Of the history: a viewer of an earlier one reloads."""
-        self.deltas: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        """Counts replacements of the history: a viewer of an earlier edition has to reload."""
+        self.deltas: deque[tuple[int, str]] = deque(maxlen=KEPT_DELTAS)
         self._sections: dict[str, str] = self._encode_sections()
         self._rows, self._strip_step = self.history.count, self._newest_strip()
         self._lock = Lock()
@@ -44,13 +44,13 @@ class Feed:
             Thread(target=self._read_whole, name="andon-board-history", daemon=True).start()
 
     def _read_whole(self) -> None:
-        time.sleep(PAGE_FIRST)
+        time.sleep(PAGE_FIRST_SECONDS)
         whole = History(self.history.path)
         whole.advance()
         self._whole = whole
 
     def advance(self) -> None:
-        """Read what is new; makes a delta of it, if anything is."""
+        """Read what was appended, and make a delta if anything has changed."""
         with self._lock:
             if self._whole:
                 self._replace(self._whole)
@@ -76,7 +76,7 @@ class Feed:
         self._rows, self._strip_step = history.count, self._newest_strip()
 
     def _new_rows(self) -> dict[str, str]:
-        """New rows of the curve and of the strip, and how far the curve went back before."""
+        """New rows of the curve and of the strip; `cut` is the step to which the curve went back before them."""
         history, result = self.history, dict[str, str]()
         first = self._rows
         if history.cut is not None:
@@ -96,7 +96,7 @@ class Feed:
         return self.history.strip[-1][0] if self.history.strip else -1
 
     def everything(self) -> str:
-        """All that a page needs when it opens."""
+        """Everything that a page needs when it opens."""
         self.advance()
         with self._lock:
             history = self.history
@@ -110,7 +110,7 @@ class Feed:
             return "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
 
     def curve(self, first: float, last: float, points: int) -> dict[str, list[float | None]]:
-        """The curve between two steps."""
+        """The curve between two steps, in at most `points` points."""
         steps = self.history.steps
         low, high = (steps < first).sum(), (steps <= last).sum()
         columns = {name: self.history.column(name)[low:high] for name in COLUMNS}
@@ -118,7 +118,7 @@ class Feed:
         return downsample(steps[low:high], used, points)
 
     def since(self, cursor: str) -> list[tuple[int, str]] | None:
-        """The deltas after a viewer's cursor; None if it has to reload."""
+        """The deltas after a viewer's cursor; None if the viewer has to reload."""
         edition, _, number = cursor.partition(".")
         if edition != str(self.edition) or not number.isdigit():
             return None
@@ -129,11 +129,10 @@ class Feed:
         return {name: _dumps(plain(value)) for name, value in self.sections().items()}
 
     def sections(self) -> dict[str, Any]:
-        """The parts of the page."""
+        """The sections of the page."""
         story, history = self.history.story, self.history
         state = story.state_now()
-        # What changes in every step is rounded, or comes with the rows.
-        step_seconds = story.step_seconds
+        # The status is sent whenever it changes, so what varies with every step is rounded or sent with the rows.
         status = {
             "name": self.folder.name or str(self.folder),
             "folder": str(self.folder),
@@ -141,39 +140,33 @@ class Feed:
             "step": story.step,
             "time": story.time,
             "started": story.started,
-            "step_seconds": float(f"{step_seconds:.3g}") if step_seconds == step_seconds else None,
+            "step_seconds": float(f"{story.step_seconds:.3g}"),
             "skipped": story.skipped,
             **story.facts,
         }
-        evals = list(story.evals)
-        thin = evals[:: max(1, len(evals) // SHOWN_EVALS)] if len(evals) > SHOWN_EVALS else evals
         return {
             "status": status,
             "workers": [vars(worker) for worker in story.lamps(state)],
-            "evals": [[None if value != value else value for value in each] for each in thin],
-            "saves": [_finite(save) for save in list(story.saves.values())[-SHOWN_SAVES:]],
+            "evals": list(story.evals)[:: max(1, len(story.evals) // SHOWN_EVALS)],
+            "saves": list(story.saves.values())[-SHOWN_SAVES:],
             "samples": list(story.samples),
-            "notes": list(story.notes)[-12:],
+            "notes": list(story.notes)[-SHOWN_NOTES:],
             "halt": story.halt,
             "done": {key: each for key, each in (story.done or {}).items() if key != "samples"} or None,
             "lanes": story.lanes_now(),
-            "generations": list(story.generations)[-40:],
+            "generations": list(story.generations)[-SHOWN_GENERATIONS:],
             "redone": history.redone,
         }
 
 
 def glance(folder: Path, key: str) -> dict[str, Any]:
-    """A run in the list of runs, as the end of its file tells."""
+    """A run in the list of runs, from the end of its file."""
     history = History(folder / "metrics.jsonl")
     history.read_end()
     story = history.story
     fields = {"key": key, "name": folder.name, "state": story.state_now(), "step": story.step}
-    shown: dict[str, Any] = plain({**fields, "loss": story.last.get("loss"), "time": story.time})
-    return shown
-
-
-def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if value != value else value for key, value in fields.items()}
+    entry: dict[str, Any] = plain({**fields, "loss": story.last.get("loss"), "time": story.time})
+    return entry
 
 
 def _dumps(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""A run's metrics.jsonl as columns, read once and then only what was appended.
+"""A run's metrics.jsonl as columns; after the first reading, only appended lines are read.
 
-Rows are in the order of steps. When a run goes on from an earlier step, the rows after it are *done again*: they leave
-the curve and are kept apart, so that the curve is one. With a `stride` above 1 only every n-th step is parsed, and all
-other events: a file of a million steps opens at once and is read whole in the background.
+Rows are in the order of steps. When a run resumes from an earlier step, the later rows move from the curve to `redone`,
+so that the curve has each step once. With a `stride` above 1 only every n-th step is parsed, and all other events: so a
+file of a million steps opens at once, and is then read whole in the background.
 """
 
 import json
@@ -23,7 +23,7 @@ from andon.board.text import integer, number
 from andon.run.records.events import Event
 
 OPTIONAL = ("mfu", "accuracy")
-"""What only some kinds of runs have; it is the last number of their steps."""
+"""Columns that only some kinds of runs have, each as the last number of its steps."""
 COLUMNS = ("loss", "tokens_per_s", "grad_norm", "lr", *OPTIONAL)
 STEP = b'{"event": "step"'
 NEWLINE = ord("\n")
@@ -34,42 +34,55 @@ PLAIN_STEP = re.compile(
     + b"".join(b', "%b": %b' % (key, NUMBER) for key in (b"tokens_per_s", b"lr", b"grad_norm"))
 )
 LAST = re.compile(rb'"(mfu|accuracy)": ([0-9][-+0-9.e]*)}$')
-CHUNK = 4 << 20
-LARGE = 24 << 20  # bytes of a file that is first read with a stride
+CHUNK_BYTES = 4 << 20
+LARGE_BYTES = 24 << 20  # a larger file is first read with a stride
+STEP_BYTES = 300  # of a line, about
 PARSED_AT_ONCE = 6_000  # steps of such a file, at most
-IN_BULK = 400  # lines from which on steps are read in bulk
-STRIP = 160  # steps whose phases are kept
+BULK_LINES = 400  # from here on, lines are parsed in bulk
+STRIP_STEPS = 160  # whose phases are kept
 MOST_REDONE, POINTS_REDONE = 24, 200
-TAIL = 256 << 10  # bytes at the end of a file: enough for the last steps
+TAIL_BYTES = 256 << 10  # enough for the last steps
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (folder / "metrics.jsonl").is_file()
+
+
+def runs_in(folders: Iterable[Path]) -> list[Path]:
+    """The runs among these folders, and the runs that the other folders contain."""
+    return [
+        run for folder in folders for run in ([folder] if is_run(folder) else sorted(filter(is_run, folder.glob("*"))))
+    ]
 
 
 class History:
-    """The steps of a run in columns, and the story of everything else."""
+    """The steps of a run in columns, and all other events as a `Story`."""
 
     def __init__(self, path: Path, stride: int = 1) -> None:
         self.path, self.stride = path, stride
         self.story = Story()
         self.count = 0
-        """Rows of the curve."""
+        """Number of rows of the curve."""
         self.redone: list[Curve] = []
-        """Steps and losses of what was done again."""
-        self.strip: deque[tuple[int, dict[str, list[float]]]] = deque(maxlen=STRIP)
+        """Curves of steps that were done again later."""
+        self.strip: deque[tuple[int, dict[str, list[float]]]] = deque(maxlen=STRIP_STEPS)
         """(step, milliseconds by phase and rank) of the last steps."""
         self.cut: float | None = None
-        """The lowest step to which the curve went back since someone asked."""
+        """The lowest step to which the curve went back since this was last reset."""
         self.replaced = False
-        """Whether another file has its name now."""
+        """Whether the path now leads to a different file."""
         self._rows = np.empty((len(COLUMNS) + 1, 1024))
         self._offset, self._identity, self._skipped = 0, (0, 0), 0
 
     @classmethod
     def quick(cls, path: Path) -> "History":
-        """A history that has been read, with a stride if the file is large."""
+        """Open and read a file, with a stride if it is large."""
         try:
             size = path.stat().st_size
         except OSError:
             size = 0
-        history = cls(path, max(1, size // 300 // PARSED_AT_ONCE) if size > LARGE else 1)
+        history = cls(path, max(1, size // STEP_BYTES // PARSED_AT_ONCE) if size > LARGE_BYTES else 1)
         history.advance()
         if history.stride > 1:
             for event in parse(tail(path)):
@@ -84,7 +97,7 @@ class History:
         return self._rows[1 + COLUMNS.index(name), : self.count]
 
     def advance(self) -> None:
-        """Read what was appended since the last call."""
+        """Read the lines that were appended since the last call."""
         try:
             with open(self.path, "rb", buffering=0) as file:
                 status = os.fstat(file.fileno())
@@ -98,37 +111,37 @@ class History:
                     self._add_lines(lines)
         except FileNotFoundError:
             self.replaced = bool(self._offset)
-        except OSError:  # a disk that does not answer, or a file that may not be read: the next call tries again
+        except OSError:  # the disk does not answer, or the file is not readable: the next call tries again
             return
 
     def read_end(self) -> None:
-        """Read the last events only."""
+        """Read only the last events."""
         self._add(parse(tail(self.path)))
 
     def _chunks(self, file: FileIO) -> Iterator[list[bytes]]:
-        """The whole lines of a file from here on, as many at a time as fit into a chunk."""
-        while chunk := file.read(CHUNK):
+        """The complete lines of a file from its position on, one chunk at a time."""
+        while chunk := file.read(CHUNK_BYTES):
             end = chunk.rfind(b"\n") + 1
             if not end:
                 return
             self._offset += end
             file.seek(self._offset)
-            yield chunk[:end].split(b"\n") if self.stride == 1 else self._some(chunk, end)
+            yield chunk[:end].split(b"\n") if self.stride == 1 else self._every_nth(chunk, end)
 
     def _add_lines(self, lines: list[bytes]) -> None:
-        if len(lines) > IN_BULK:
-            self._add_many(lines[:-STRIP])
-            lines = lines[-STRIP:]
+        if len(lines) > BULK_LINES:
+            self._add_many(lines[:-STRIP_STEPS])
+            lines = lines[-STRIP_STEPS:]
         self._add(parse(lines))
 
-    def _some(self, chunk: bytes, end: int) -> list[bytes]:
-        """Every n-th step and all other lines, without looking at the rest."""
+    def _every_nth(self, chunk: bytes, end: int) -> list[bytes]:
+        """Every n-th step and all other lines, without parsing the rest."""
         data = np.frombuffer(chunk, np.uint8, end)
         starts = np.concatenate([[0], np.flatnonzero(data == NEWLINE) + 1])
         whole = starts[:-1] + len(STEP) < len(data)
         at = np.where(whole, starts[:-1], 0)
         is_step = whole & (data[at + len(STEP) - 1] == STEP[-1])
-        for back in (2, 3, 4):  # `step` differs from other kinds in these
+        for back in (2, 3, 4):  # these characters distinguish `step` from all other kinds
             is_step &= data[at + len(STEP) - back] == STEP[-back]
         numbers = np.cumsum(is_step) + self._skipped
         self._skipped = int(numbers[-1]) % self.stride
@@ -136,7 +149,7 @@ class History:
         return [chunk[starts[line] : starts[line + 1] - 1] for line in chosen]
 
     def _add_many(self, lines: list[bytes]) -> None:
-        """Steps as this version writes them, in bulk; whatever else there is, one by one."""
+        """Add steps in the format of this version in bulk, and all other lines one by one."""
         for is_plain, group in groupby(((plain_step(line), line) for line in lines), lambda each: bool(each[0])):
             found = list(group)
             table = np.array([fields for fields, _ in found], "S32").astype(np.float64).T if is_plain else np.empty(0)
@@ -183,7 +196,7 @@ class History:
             self.strip.append((step - 1, {str(name): by_rank(each) for name, each in list(times.items())[:12]}))
 
     def _go_back(self, step: int) -> None:
-        """The run goes on after `step`: the later rows were done for nothing."""
+        """The run resumes after `step`: move the later rows to `redone`."""
         keep = int(np.searchsorted(self.steps, step, "right"))
         if keep == self.count:
             return
@@ -195,8 +208,8 @@ class History:
 
 
 def plain_step(line: bytes) -> tuple[bytes, ...] | None:
-    """The numbers of a step as this version writes it, the optional ones or NaN last; None for other lines."""
-    if line.endswith(b'"}') or not (found := PLAIN_STEP.match(line)):  # a step that was skipped ends with the reason
+    """The numbers of a step in the format of this version, optional ones (or NaN) last; None for other lines."""
+    if line.endswith(b'"}') or not (found := PLAIN_STEP.match(line)):  # a skipped step ends with the reason
         return None
     last = None if line.endswith(b"}}") else LAST.search(line, max(0, len(line) - 40))
     return *found.groups(), *(last[2] if last and last[1] == name.encode() else b"nan" for name in OPTIONAL)
@@ -206,19 +219,19 @@ def tail(path: Path) -> list[bytes]:
     """The last lines of a file."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
+        file.seek(max(0, size - TAIL_BYTES))
         lines = file.read().split(b"\n")
-    return lines[1 if size > TAIL else 0 : -1]
+    return lines[1 if size > TAIL_BYTES else 0 : -1]
 
 
 def by_rank(values: Any) -> list[float]:
-    """Milliseconds of each rank; 0 for what is no number."""
+    """Milliseconds of each rank; 0 for a value that is not a number."""
     found = [number(value) for value in values[:4096]] if isinstance(values, list) else []
     return [max(0.0, value) if value == value else 0.0 for value in found]
 
 
 def parse(lines: list[bytes]) -> Iterable[Any]:
-    """The events of these lines; a line that is no JSON is skipped."""
+    """Parse lines into events; a line that is not JSON is skipped."""
     lines = [line for line in lines if line]
     try:
         found: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")  # twice as fast as line by line

@@ -1,4 +1,4 @@
-"""`/metrics`: where each run is, in the text format that Prometheus reads."""
+"""`/metrics`: the state of every run, in the text format of Prometheus."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,9 +8,9 @@ from andon.board.text import number, plain
 HELP = {
     "andon_step": "Last committed step.",
     "andon_steps": "Steps of the whole run.",
-    "andon_tokens_total": "Tokens trained on, steps done again included.",
+    "andon_tokens_total": "Tokens trained on, including steps that were done again.",
     "andon_train_loss": "Loss of the last step.",
-    "andon_train_accuracy": "Share of right answers of the last step, where a run has answers.",
+    "andon_train_accuracy": "Share of right answers in the last step of a fine-tuning run.",
     "andon_val_loss": "Loss on held-out data.",
     "andon_val_accuracy": "Share of right answers on held-out data.",
     "andon_tokens_per_second": "Tokens per second of all workers.",
@@ -27,7 +27,7 @@ Sample = tuple[str, dict[str, str], float]
 
 
 def exposition(feeds: Sequence[Feed]) -> str:
-    """All runs, as text."""
+    """The metrics of all runs, as text."""
     by_name: dict[str, list[str]] = {name: [] for name in HELP}
     for feed in feeds:
         feed.advance()

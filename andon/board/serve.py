@@ -1,4 +1,4 @@
-"""Serving the board: `andon board`, and the process that `andon train` starts beside a run on a terminal."""
+"""Serves the board: in `andon board`, and in the background process of a run on a terminal."""
 
 import contextlib
 import os
@@ -7,18 +7,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from ipaddress import ip_address
 from pathlib import Path
 
 from andon.errors import UserError
+from andon.transport.address import address_text
 
 PORT = 29412
-"""Where the board listens, unless told otherwise; a free port if it is taken."""
+"""The default port; if it is taken, the board listens on a free one."""
 LOOPBACK = "127.0.0.1"
 
 
 def serve(folders: list[Path], listener: socket.socket, token: str | None, tls: tuple[str, str] | None = None) -> None:
-    """Answer until the process is told to end."""
+    """Answer requests until the process is signalled to end."""
     import uvicorn
 
     from andon.board.app import make_app
@@ -39,41 +39,28 @@ def serve(folders: list[Path], listener: socket.socket, token: str | None, tls: 
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """A socket at an address; without a port the usual one, or a free one if that is taken."""
+    """Listen at an address; without a port at the default port, or at a free one if that is taken."""
+    if port is None:
+        with contextlib.suppress(UserError):
+            return listen(host, PORT)
+        return listen(host, 0)
     try:
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-        for choice in (PORT, 0) if port is None else (port,):
-            listener = socket.socket(family)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, choice))
-                listener.listen(64)  # who connects before the server is ready waits for it
-                return listener
-            except OSError:
-                listener.close()
-                if choice != PORT or port is not None:
-                    raise
+        # Connections queue here until the server is ready.
+        return socket.create_server((host, port), family=family, backlog=64, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
+        cause = str(error.strerror or error).partition(" (")[0]
         remedy = "Choose another --bind: an address of this machine, and port 0 for a free one"
-        raise UserError(f"The board cannot listen at {host}:{port or PORT}", f"{error.strerror}", remedy) from None
-    raise AssertionError("a port was tried")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
+        raise UserError(f"The board cannot listen at {address_text(host, port)}", cause, remedy) from None
 
 
 @contextlib.contextmanager
-def beside(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """A board of one run in a process of its own, of the lowest priority, until the context is left."""
+def background_board(folder: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Serve the board of one run in a background process of the lowest priority, until the context is left."""
     try:
         listener = listen(LOOPBACK, None)
-    except UserError as error:  # a run needs no board
-        say(f"No board beside this run: {error.cause}")
+    except UserError as error:  # the run continues without a board
+        report(f"No board for this run: {error.cause}")
         yield
         return
     command = [sys.executable, "-m", "andon.board.serve", str(listener.fileno()), str(folder)]
@@ -84,14 +71,14 @@ def beside(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # so that Ctrl-C does not reach it
         )
-        say(f"Board: http://{LOOPBACK}:{listener.getsockname()[1]}/")
+        report(f"Board: http://{LOOPBACK}:{listener.getsockname()[1]}/")
     try:
         yield
     finally:
         assert child.stdin
-        child.stdin.close()  # which ends it, as the end of this process would
+        child.stdin.close()  # the child ends, as it would if this process ended
         try:
             child.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -100,7 +87,7 @@ def beside(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def main() -> None:
-    """The process beside a run: ends with the one that started it, whose end closes its standard input."""
+    """The background process of a run. Its standard input closes when the run's process ends, and then it ends too."""
 
     def end_with_parent() -> None:
         sys.stdin.buffer.read()

@@ -1,9 +1,9 @@
-"""What happened in a run besides its curves: who took part and when, saves, samples, the halt, how it ended.
+"""What happened in a run besides its curves: which workers took part when, saves, samples, the halt, how it ended.
 
-A *seat* is a worker's place on the board, with its lamp and its *spans*: the times in which somebody sat there. When a
-worker is lost the others' ranks close the gap, but not their seats; whoever joins takes an empty one. A *generation* is
-one membership of the run: it changes when a worker is lost or joins, and when the run is started again. Unknown events
-are passed over, and so is what is missing in those that are known.
+A *seat* is a worker's place on the board, with its lamp and its *spans*: the times in which a worker had it. When a
+worker is lost, the ranks of the others close the gap, but their seats stay; a worker that joins takes a free seat. A
+*generation* is one membership of the run: it changes when a worker is lost or joins, and when the run is started again.
+Unknown events are ignored, and missing fields have defaults.
 """
 
 import math
@@ -16,28 +16,28 @@ from typing import Any
 from andon.board.text import integer, number, rank_named
 from andon.run.records.events import Event
 
-SLOW = 1.5  # × the median of the others, in forward and backward, counts as slow
-SILENT = 30.0  # seconds without an event, at least, before a run counts as silent
-SILENT_STEPS = 10  # and as many times the length of a step
-MOST_SPANS, MOST_WORKERS = 64, 4096
-SAMPLES = 6
+SLOW = 1.5  # × the others' median time of forward and backward
+SILENT_SECONDS, SILENT_STEPS = 30.0, 10  # a run without an event for longer than both is silent
+MOST_SPANS, MOST_WORKERS, MOST_SAVES = 64, 4096, 2000
+LAST_SAMPLES = 6
 
 
 @dataclass
 class Span:
-    """A worker's part in the run, from a time to a time; `end` is None while it lasts."""
+    """A time in which a worker took part; `end` is None while it lasts."""
 
     start: float
     end: float | None = None
     how: str = ""
+    """How it ended: killed, lost, released, halted, stopped or done."""
 
 
 @dataclass
 class Worker:
-    """What the lamp of a worker shows."""
+    """A worker and its lamp."""
 
     rank: int
-    """The last one that it had, if it is lost."""
+    """Of a lost worker, its last rank."""
     host: str
     lamp: str = "waiting"
     """waiting · running · slow · lost · cord (it pulled the cord) · stopped · done · silent"""
@@ -65,12 +65,12 @@ class Seat:
 
 
 class Story:
-    """Follows the events of a run."""
+    """The state of a run, updated event by event."""
 
     def __init__(self) -> None:
         self.seats: list[Seat] = []
         self._arrived: dict[int, tuple[float, str]] = {}
-        """When, and on which host, workers came that no generation has taken in yet."""
+        """Time of arrival and host of workers that are in no generation yet, by rank."""
         self.generations: deque[dict[str, Any]] = deque(maxlen=200)
         self.facts: dict[str, Any] = {}
         self.evals: deque[list[float]] = deque(maxlen=2000)
@@ -82,23 +82,23 @@ class Story:
         self.state = "waiting"
         self.step, self.tokens, self.skipped = 0, 0, 0
         self.last: Event = {}
-        """The last step."""
+        """The event of the last step."""
         self.time, self.started = 0.0, 0.0
         self._intervals: deque[float] = deque(maxlen=32)
         self._times: deque[dict[str, Any]] = deque(maxlen=12)
         self._last_step = 0.0
         self._lost: list[int] = []
-        """Ranks that were lost since the last generation began."""
+        """Ranks that were lost since the current generation began."""
 
     def add(self, event: Event) -> None:
-        """Learn one event that is not a step."""
+        """Add an event that is not a step."""
         moment = number(event.get("time"))
         self.time = moment if moment == moment else self.time
         if handler := getattr(self, f"_on_{event['event']}", None):
             handler(event)
 
     def add_step(self, event: Event, step: int) -> None:
-        """Learn a step."""
+        """Add a step."""
         moment = number(event.get("time"))
         if moment == moment:
             if self._last_step and moment > self._last_step and step == self.step + 1:
@@ -113,17 +113,17 @@ class Story:
 
     @property
     def step_seconds(self) -> float:
-        """How long a step takes, as the last ones did; NaN before there are any."""
+        """Median duration of the last steps; NaN before there are any."""
         return median(self._intervals) if self._intervals else math.nan
 
-    def state_now(self, now: float | None = None) -> str:
+    def state_now(self) -> str:
         """running, waiting, silent, halted, stopped or done."""
-        quiet = (time.time() if now is None else now) - self.time
-        patience = max(SILENT, SILENT_STEPS * (self.step_seconds if self._intervals else 0.0))
+        quiet = time.time() - self.time
+        patience = max(SILENT_SECONDS, SILENT_STEPS * (self.step_seconds if self._intervals else 0.0))
         return "silent" if self.state in ("running", "waiting") and self.time and quiet > patience else self.state
 
     def lamps(self, state: str) -> list[Worker]:
-        """The lamp of every seat; one for each worker that has come and does not take part yet."""
+        """The workers to show: one per seat or, before the run starts, those that have arrived."""
         slow = self._slow() if state == "running" else {}
         if state == "waiting":
             return [Worker(rank, host) for rank, (_, host) in sorted(self._arrived.items())]
@@ -138,7 +138,7 @@ class Story:
         return shown
 
     def _slow(self) -> dict[int, float]:
-        """Ranks whose forward and backward take much longer than the others' in most of the last steps."""
+        """Ranks that were slow in most of the last steps, with their time over the others' median."""
         found: dict[int, list[float]] = {}
         for times in map(_compute_ms, self._times):
             for rank, took in enumerate(times if len(times) > 1 else []):
@@ -153,12 +153,12 @@ class Story:
             self._arrived[rank] = (self.time, host if isinstance(host, str) else "")
 
     def _on_start(self, event: Event) -> None:
-        """The run begins, or begins anew: nobody of before takes part any more."""
+        """The run starts or resumes: all earlier workers are gone."""
         keys = ("transport", "floor", "steps", "workers", "parameters", "model", "device")
         self.facts = {key: event[key] for key in keys if key in event}
         for seat in self.seats:
             seat.leave(self._last_step or seat.spans[-1].start, "killed")
-        again, known = integer(event.get("step")), min(integer(event.get("workers")), MOST_WORKERS)
+        step, known = integer(event.get("step")), min(integer(event.get("workers")), MOST_WORKERS)
         ranks = range(known or max(self._arrived, default=-1) + 1)
         self.seats = [*self.seats[: len(ranks)], *(Seat(Worker(rank, ""), []) for rank in ranks[len(self.seats) :])]
         for rank, seat in zip(ranks, self.seats, strict=True):
@@ -166,8 +166,8 @@ class Story:
             seat.enter(Worker(rank, host, "running"), moment)
         self._arrived.clear()
         self.started, self._last_step = self.time, 0.0
-        self.step, self.state, self.halt, self.done = again, "running", None, None
-        self._new_generation(event, f"resumed after step {again:,}" if again else "started")
+        self.step, self.state, self.halt, self.done = step, "running", None, None
+        self._new_generation(event, f"resumed after step {step:,}" if step else "started")
 
     def _new_generation(self, event: Event, why: str) -> None:
         before: int = self.generations[-1]["generation"] if self.generations else -1
@@ -178,13 +178,13 @@ class Story:
         self.generations.append(entry)
 
     def _on_generation(self, event: Event) -> None:
-        """Ranks close the gaps that the lost have left; who has come takes the free seats."""
+        """Close the gaps in the ranks that lost workers have left; workers that have arrived take free seats."""
         staying = sorted((seat for seat in self.seats if seat.taken), key=lambda seat: seat.worker.rank)
         came = len(self._arrived)
         stay = max(0, (integer(event.get("workers")) or len(staying) + came) - came)
         for seat in staying[stay:]:
             seat.leave(self.time, "released")
-            seat.worker.lamp, seat.worker.detail = "stopped", "no longer wanted"
+            seat.worker.lamp, seat.worker.detail = "stopped", "released"
         for rank, seat in enumerate(staying[:stay]):
             seat.worker.rank = rank
         for rank, (_, host) in sorted(self._arrived.items()):
@@ -256,13 +256,13 @@ class Story:
         self._sample(event, event.get("text"))
 
     def _sample(self, event: Event, text: Any) -> None:
-        """Keep the first sample, the last ones, and some between, so that one sees them improve."""
+        """Keep the first sample, the last ones and some in between, to show how they improve."""
         self.samples.append({"step": integer(event.get("step")), "text": str(text)})
-        if len(self.samples) > 2 * SAMPLES:
-            self.samples = [*self.samples[:-SAMPLES:2], *self.samples[-SAMPLES:]]
+        if len(self.samples) > 2 * LAST_SAMPLES:
+            self.samples = [*self.samples[:-LAST_SAMPLES:2], *self.samples[-LAST_SAMPLES:]]
 
     def _on_checkpoint(self, event: Event) -> None:
-        self._save(event, "verified", "written by all, digests equal")
+        self._save(event, "verified", "written by all ranks, digests equal")
 
     def _on_save_failed(self, event: Event) -> None:
         self._save(event, "retrying" if event.get("again") is True else "failed", str(event.get("reason")))
@@ -276,7 +276,7 @@ class Story:
         fields = {"step": step, "time": self.time, "verdict": verdict, "reason": reason}
         self.saves.pop(step, None)
         self.saves[step] = fields | {"seconds": seconds, "stall_ms": stall}
-        if len(self.saves) > 2000:
+        if len(self.saves) > MOST_SAVES:
             del self.saves[next(iter(self.saves))]
 
     def _on_note(self, event: Event) -> None:
@@ -288,6 +288,6 @@ class Story:
 
 
 def _compute_ms(times: dict[str, Any]) -> list[float]:
-    """What forward and backward took together, by rank."""
+    """Milliseconds of forward and backward together, by rank."""
     parts = [times[name] for name in ("forward", "backward") if isinstance(times.get(name), list)]
     return [sum(value for value in map(number, ranks) if value == value) for ranks in zip(*parts, strict=False)]

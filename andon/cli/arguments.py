@@ -1,4 +1,4 @@
-"""What the commands share: options, and what their arguments mean. Heavy imports are local."""
+"""Options that several commands have, and how their arguments become a configuration. Heavy imports are local."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from andon.transport.tcp.entrance.tls import Tls
 
 EXIT_CODES = "Exit codes: 0 done, 1 user error, 2 usage, 3 halted, 4 stopped and saved."
-ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
+ANY_KEY = {"allow_extra_args": True, "ignore_unknown_options": True}
 new_app = partial(
     typer.Typer, no_args_is_help=True, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False
 )
-Resume = Annotated[str, typer.Option(help="auto: the newest good checkpoint of the run; none: a new run; or a path.")]
+Resume = Annotated[str, typer.Option(help="auto: the run's newest good checkpoint; none: a new run; or a checkpoint.")]
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
-Preset = Annotated[str, typer.Option(help="The model.")]
-Workers = Annotated[int, typer.Option(min=1, help="Workers.")]
 TlsCert = Annotated[str, typer.Option(help="PEM certificate of this process; turns TLS on.")]
-TlsKey = Annotated[str, typer.Option(help="PEM key of that certificate.")]
-TlsCa = Annotated[str, typer.Option(help="PEM certificate of the authority that peers' certificates come from.")]
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[CONFIG.yaml | CORPUS]", help="What to train on; and --KEY VALUE, in any order."),
+TlsKey = Annotated[str, typer.Option(help="PEM private key of that certificate.")]
+TlsCa = Annotated[str, typer.Option(help="PEM certificate of the authority that signed the peers' certificates.")]
+list_argument = partial(typer.Argument, default_factory=list, show_default=False)
+Arguments = Annotated[
+    list[str],
+    list_argument(metavar="CONFIG.yaml | CORPUS", help="A configuration, or text; and --KEY VALUE, in any order."),
 ]
-Finetune = Annotated[bool, typer.Option("--finetune", help="MODEL DATA… and the keys of `andon finetune`.")]
+Samples = Annotated[list[str], list_argument(help="Files of samples, .jsonl or .parquet; and --KEY VALUE.")]
+Finetune = Annotated[bool, typer.Option("--finetune", help="Take MODEL DATA… and keys, as `andon finetune` does.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Checkpoints = Annotated[Path, typer.Argument(help="A run, its folder of checkpoints, or one checkpoint.")]
 
 
 def configuration(arguments: list[str]) -> Config:
-    """The configuration of a pretraining run that a command line asks for."""
+    """Build the configuration of a pretraining run from a command line."""
     from andon.config.load import load, parse_arguments
 
     paths, overrides = parse_arguments(arguments)
@@ -59,7 +59,7 @@ def configuration(arguments: list[str]) -> Config:
 
 
 def tuning_configuration(arguments: list[str], values: Mapping[str, Any] | None = None) -> FinetuneConfig:
-    """The configuration of a fine-tuning run: of MODEL DATA… and options, or of a file's values and options."""
+    """Build the configuration of a fine-tuning run from options and either MODEL DATA… or the values of a file."""
     from andon.config.finetune import FinetuneConfig
     from andon.config.load import merge, parse_arguments, validate
 
@@ -69,12 +69,13 @@ def tuning_configuration(arguments: list[str], values: Mapping[str, Any] | None 
         if not files and "data.files" not in overrides:
             remedy = f"`andon finetune {model} samples.jsonl`"
             raise UserError("There is no data", "`andon finetune` takes a model and files of samples", remedy)
-        overrides = {"model": model, **({"data.files": files} if files else {}), **overrides}
+        given: dict[str, Any] = {"model": model, "data.files": files} if files else {"model": model}
+        overrides = given | overrides
     return validate(merge(values or {}, overrides, FinetuneConfig), FinetuneConfig)
 
 
 def run_configuration(arguments: list[str], finetune: bool = False) -> RunSettings:
-    """The configuration of a run of either kind: a file with a section `lora` is about fine-tuning."""
+    """Build the configuration of a run of either kind; a file with a section `lora` is for fine-tuning."""
     from andon.config.load import is_finetuning, read_yaml
 
     if finetune:
@@ -87,7 +88,7 @@ def run_configuration(arguments: list[str], finetune: bool = False) -> RunSettin
 
 
 def launch(config: RunSettings, resume: str) -> int:
-    """Train on this machine, or as the rank that the environment names; gives the exit code."""
+    """Train on this machine, or as the rank that torchrun's environment variables name; returns the exit code."""
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():  # torchrun and its like
         use_kernels(config.numerics)
         from andon.cluster.torchrun import run
@@ -99,24 +100,27 @@ def launch(config: RunSettings, resume: str) -> int:
 
 
 def use_kernels(numerics: Numerics = "portable") -> None:
-    """Choose how torch computes, before it is used."""
+    """Choose portable or native kernels, before torch is loaded."""
     from andon.numerics import choose_kernels
 
     if warning := choose_kernels(numerics):
         terminal(stderr=True).print(warning, style="yellow", soft_wrap=True)
 
 
-def numbers(option: str, text: str) -> list[int]:
-    """The value of an option that is a list of numbers."""
+def numbers(option: str, text: str, least: int = 1) -> list[int]:
+    """Parse the value of an option that is a list of numbers."""
     try:
-        return [int(number) for number in text.split(",")]
+        values = [int(number) for number in text.split(",")]
+        if min(values) < least:
+            raise ValueError
+        return values
     except ValueError:
-        cause = "Numbers are separated by commas"
-        raise UserError(f"{option} {text} is not a list of numbers", cause, f"{option} 1,2") from None
+        cause = f"It must be numbers from {least} on, separated by commas"
+        raise UserError(f"{option} {text} is not a list of numbers", cause, f"For example {option} 1,2") from None
 
 
 def tls_of(cert: str, key: str, ca: str) -> Tls | None:
-    """TLS as the options ask for it, if they do."""
+    """The TLS settings of the options, None if they name no certificate."""
     from andon.transport.tcp.entrance.tls import Tls
 
     tls = Tls(cert, key, ca)
@@ -125,7 +129,7 @@ def tls_of(cert: str, key: str, ca: str) -> Tls | None:
 
 
 def terminal(stderr: bool = False, lasting: bool = False) -> Console:
-    """Where a command writes; `lasting`: for as long as a run takes."""
+    """The console of a command; with `lasting`, a run continues when nothing can be written to it any more."""
     from andon.run.screen.terminal import Terminal
 
     return Terminal(stderr, lasting)

@@ -7,23 +7,43 @@ from typing import Annotated
 
 import typer
 
-from andon.cli.arguments import AsJson, Preset, Workers, new_app, numbers, terminal
+from andon.cli.arguments import AsJson, new_app, numbers, terminal
 from andon.errors import UserError
 
-bench_app = new_app(name="bench", help="Measure this machine.")
+bench_app = new_app(name="bench", help="Measure Andon against its peers on this machine.")
+
+
+def _check_presets(names: str) -> str:
+    from andon.model.shape import SHAPES
+
+    for name in names.split(","):
+        if name not in SHAPES:
+            raise UserError(f"{name!r} is not a preset", f"Presets: {', '.join(SHAPES)}", "Choose one of these")
+    return names
+
+
+Preset = Annotated[str, typer.Option(callback=_check_presets, help="Model: tiny, 30m, 124m, 350m or 1b.")]
+Presets = Annotated[str, typer.Option(callback=_check_presets, help="Models, comma-separated.")]
+Workers = Annotated[int, typer.Option(min=1, help="Number of workers.")]
+WorkerTransport = Annotated[str, typer.Option(help="Transport of Andon's workers: shm, ring or torch.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens per worker and step.")]
 
 
 @bench_app.command("transport")
 def bench_transport(
-    transports: Annotated[str, typer.Option(help="`:bf16` rounds on the wire.")] = "shm,ring,ring:bf16,star,torch",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
-    sizes: Annotated[str, typer.Option(help="Vector sizes.")] = "64KB,1MB,16MB,64MB,256MB",
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each; the median counts.")] = 7,
-    rate: Annotated[str, typer.Option(help="Limit the network to a rate such as 4gbit (Linux).")] = "",
+    transports: Annotated[
+        str, typer.Option(help="Transports, comma-separated; `:bf16` sends bf16 instead of f32.")
+    ] = "shm,ring,ring:bf16,star,torch",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated.")] = "2,4",
+    sizes: Annotated[str, typer.Option(help="Sizes of the vector, comma-separated.")] = "64KB,1MB,16MB,64MB,256MB",
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of each transport; the median is printed.")] = 7,
+    rate: Annotated[
+        str, typer.Option(help="Limit the network to a rate such as 4gbit (Linux). Default: no limit.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Measure the all-reduce of every transport against gloo, interleaved in one run."""
-    _enter_network(rate)
+    """Measure the all-reduce of every transport against gloo. All take turns in one run."""
+    _enter_network(rate=rate)
     from andon.bench.transport import main as run
     from andon.bench.transport import parse_size
 
@@ -34,41 +54,42 @@ def bench_transport(
 @bench_app.command("train")
 def bench_train(
     preset: Preset = "30m",
-    device: Annotated[str, typer.Option(help="cpu, or cuda: one GPU, against transformers' same shape.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu: against DDP over gloo; cuda: on one GPU, against transformers' Llama.")
+    ] = "cpu",
     ranks: Workers = 2,
-    tokens: Annotated[str, typer.Option(help="Tokens per worker and step.")] = "",
-    repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median counts.")] = 9,
-    transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
+    tokens: Annotated[
+        str, typer.Option(help="Tokens per worker and step, comma-separated. Default: 64,512,4096; with cuda 32768.")
+    ] = "",
+    repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median is printed.")] = 9,
+    transport: WorkerTransport = "shm",
     zero: Annotated[bool, typer.Option("--zero", help="Compare ZeRO, plain data parallel and torch's ZeRO.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure Andon's step with and without checks against PyTorch DDP over gloo, or on one GPU against transformers'
-    Llama, interleaved in one run. By default with 64, 512 and 4,096 tokens per worker and step, or 32,768 on a GPU."""
+    """Measure a step, with and without checks, against PyTorch. All take turns in one run."""
     if device not in ("cpu", "cuda"):
-        raise UserError(f"--device {device} is none of cpu, cuda", "It says what to measure", "--device cuda")
+        raise UserError(f"--device {device} is not cpu or cuda", "It selects what is measured", "--device cuda")
     if device == "cuda":
         from andon.bench.gpu import main as run_on_gpu
 
         run_on_gpu(preset, numbers("--tokens", tokens or "32768")[0], repetitions, as_json)
         return
-    _enter_network()
-    from andon.bench.kit.servers import check_needs_no_server
+    _enter_network(transport)
     from andon.bench.train import main as run
 
-    check_needs_no_server(transport)
     run(preset, ranks, numbers("--tokens", tokens or "64,512,4096"), repetitions, transport, zero, as_json)
 
 
 @bench_app.command("hosts")
 def bench_hosts(
-    rates: Annotated[str, typer.Option(help="Rates of the hosts' networks.")] = "100mbit,1gbit",
-    ranks: Annotated[int, typer.Option(min=2, help="Hosts, with a worker each.")] = 3,
+    rates: Annotated[str, typer.Option(help="Rates of the hosts' networks, comma-separated.")] = "100mbit,1gbit",
+    ranks: Annotated[int, typer.Option(min=2, help="Number of hosts, with one worker each.")] = 3,
     preset: Preset = "tiny",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per worker and step.")] = 512,
-    repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median counts.")] = 9,
+    tokens: Tokens = 512,
+    repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median is printed.")] = 9,
     as_json: AsJson = False,
 ) -> None:
-    """Measure Andon's step over ring and star against PyTorch DDP over gloo, on hosts with slow networks (root)."""
+    """Measure a step over slow networks against DDP (needs root). A host is a network namespace of this machine."""
     from andon.bench.hosts import main as run
 
     run(rates.split(","), ranks, preset, tokens, repetitions, as_json)
@@ -77,45 +98,41 @@ def bench_hosts(
 @bench_app.command("cnn")
 def bench_cnn(
     ranks: Workers = 2,
-    images: Annotated[str, typer.Option(help="Images per worker and step.")] = "32,256",
-    repetitions: Annotated[int, typer.Option(min=1, help="Turns of ten steps; the median counts.")] = 21,
-    transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
+    images: Annotated[str, typer.Option(help="Images per worker and step, comma-separated.")] = "32,256",
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of ten steps; the median is printed.")] = 21,
+    transport: WorkerTransport = "shm",
     as_json: AsJson = False,
 ) -> None:
-    """Measure a script's small CNN with Andon's Python interface against PyTorch DDP, interleaved in one run."""
-    _enter_network()
+    """Measure the small CNN of a script against PyTorch DDP. Both take turns in one run."""
+    _enter_network(transport)
     from andon.bench.cnn import main as run
-    from andon.bench.kit.servers import check_needs_no_server
 
-    check_needs_no_server(transport)
     run(ranks, numbers("--images", images), repetitions, transport, as_json)
 
 
 @bench_app.command("finetune")
 def bench_finetune(
-    presets: Annotated[str, typer.Option(help="Models.")] = "tiny,30m",
+    presets: Presets = "tiny,30m",
     ranks: Workers = 2,
     samples: Annotated[int, typer.Option(min=1, help="Samples per worker and step.")] = 4,
-    repetitions: Annotated[int, typer.Option(min=1, help="Turns of five steps; the median counts.")] = 9,
-    transport: Annotated[str, typer.Option(help="Andon's transport.")] = "shm",
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of five steps; the median is printed.")] = 9,
+    transport: WorkerTransport = "shm",
     as_json: AsJson = False,
 ) -> None:
-    """Measure fine-tuning with LoRA against Hugging Face's Trainer with peft and DDP, interleaved in one run."""
-    _enter_network()
+    """Measure LoRA against Hugging Face's Trainer with peft. Both take turns in one run."""
+    _enter_network(transport)
     from andon.bench.finetune import main as run
-    from andon.bench.kit.servers import check_needs_no_server
 
-    check_needs_no_server(transport)
     run(presets.split(","), ranks, samples, repetitions, transport, as_json)
 
 
 @bench_app.command("numerics")
 def bench_numerics(
-    presets: Annotated[str, typer.Option(help="Models.")] = "tiny,30m",
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each; the median counts.")] = 15,
+    presets: Presets = "tiny,30m",
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of each; the median is printed.")] = 15,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what portable and compatible kernels cost against native ones, interleaved in one run."""
+    """Measure what portable and compatible kernels cost against native ones. All take turns in one run."""
     from andon.bench.numerics import main as run
 
     run(presets.split(","), repetitions, as_json)
@@ -125,12 +142,12 @@ def bench_numerics(
 def bench_checkpoint(
     preset: Preset = "124m",
     ranks: Workers = 2,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per worker and step.")] = 128,
-    repetitions: Annotated[int, typer.Option(min=1, help="Saves of each kind; the median counts.")] = 3,
-    folder: Annotated[Path, typer.Option(help="The disk to write to.")] = Path(),
+    tokens: Tokens = 128,
+    repetitions: Annotated[int, typer.Option(min=1, help="Saves of each kind; the median is printed.")] = 3,
+    folder: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Measure a save against a memory copy, dd and torch.distributed.checkpoint, in one run."""
+    """Measure a save against a memory copy, dd and async_save. All take turns in one run."""
     from andon.bench.checkpoint import main as run
 
     run(preset, ranks, tokens, repetitions, folder, as_json)
@@ -141,18 +158,22 @@ def bench_goodput(
     workers: Workers = 4,
     every: Annotated[float, typer.Option(min=1, help="Seconds between kills.")] = 60.0,
     minutes: Annotated[float, typer.Option(min=0, help="Minutes with kills, for each system.")] = 10.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the kills.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the kills.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what is left of the tokens/s while workers are killed, against torchrun that restarts a DDP script."""
+    """Measure the tokens/s that are left while workers die. The peer is torchrun, which restarts a DDP script."""
     from andon.bench.goodput import main as run
 
     run(workers, every, minutes, seed, as_json)
 
 
-def _enter_network(rate: str = "") -> None:
-    """Give a benchmark a network of its own, before anything heavy is imported."""
+def _enter_network(transport: str = "", rate: str = "") -> None:
+    """Give a benchmark its own network, before torch is imported; then check that its transport needs no server."""
     from andon.bench.kit.link import enter_network
 
     if note := enter_network(rate):
         terminal(stderr=True).print(note, style="dim")
+    if transport:
+        from andon.bench.kit.servers import check_needs_no_server
+
+        check_needs_no_server(transport)

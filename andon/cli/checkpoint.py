@@ -15,7 +15,7 @@ checkpoint_app = new_app(name="checkpoint", help="List, verify, compare and remo
 @checkpoint_app.command("ls")
 def checkpoint_ls(
     path: Checkpoints,
-    verify: Annotated[bool, typer.Option("--verify", help="Verify every byte, not only sizes.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read and verify every byte, not only sizes.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print step, loss, size, age and verdict of every checkpoint."""
@@ -26,7 +26,7 @@ def checkpoint_ls(
 
 @checkpoint_app.command("verify")
 def checkpoint_verify(path: Checkpoints) -> None:
-    """Read every byte and compare it with the manifest; exit code 1 if anything is damaged."""
+    """Read every byte and compare it with the manifest. The exit code is 1 if anything is damaged."""
     from andon.commands.checkpoint import verify
 
     sys.exit(verify(path, terminal()))
@@ -34,7 +34,7 @@ def checkpoint_verify(path: Checkpoints) -> None:
 
 @checkpoint_app.command("diff")
 def checkpoint_diff(first: Checkpoint, second: Checkpoint) -> None:
-    """Compare two checkpoints tensor by tensor; exit code 1 if they differ."""
+    """Compare two checkpoints tensor by tensor. The exit code is 1 if they differ."""
     from andon.commands.checkpoint import diff
 
     sys.exit(diff(first, second, terminal()))
@@ -43,9 +43,9 @@ def checkpoint_diff(first: Checkpoint, second: Checkpoint) -> None:
 @checkpoint_app.command("prune")
 def checkpoint_prune(
     path: Checkpoints,
-    keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")] = 3,
-    keep_every: Annotated[int, typer.Option(min=0, help="Also keep the checkpoint of every N-th step; 0: none.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    keep: Annotated[int, typer.Option(min=1, help="Keep the newest N checkpoints.")] = 3,
+    keep_every: Annotated[int, typer.Option(min=0, help="Also keep those at multiples of N steps; 0: none.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, only print what would be.")] = False,
 ) -> None:
     """Remove old checkpoints, but never the newest good one."""
     from andon.commands.checkpoint import prune

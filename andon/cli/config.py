@@ -6,23 +6,23 @@ import json
 
 import typer
 
-from andon.cli.arguments import ANY, AsJson, Finetune, Words, new_app, run_configuration, terminal
+from andon.cli.arguments import ANY_KEY, Arguments, AsJson, Finetune, new_app, run_configuration, terminal
 
 config_app = new_app(name="config", help="Show and check configurations.")
 
 
-@config_app.command("show", context_settings=ANY)
-def config_show(words: Words = None, finetune: Finetune = False, as_json: AsJson = False) -> None:
-    """Print the configuration that CONFIG.yaml, presets and options resolve to, with the help of each key."""
+@config_app.command("show", context_settings=ANY_KEY)
+def config_show(arguments: Arguments, finetune: Finetune = False, as_json: AsJson = False) -> None:
+    """Print the whole configuration with the help of each key. CONFIG.yaml, presets and options are resolved."""
     from andon.config.show import annotated
 
-    config = run_configuration(words or (["MODEL", "DATA"] if finetune else []), finetune)
+    config = run_configuration(arguments or (["MODEL", "DATA"] if finetune else []), finetune)
     typer.echo(config.model_dump_json() + "\n" if as_json else annotated(config), nl=False)
 
 
 @config_app.command("presets")
 def config_presets(as_json: AsJson = False) -> None:
-    """List the presets: sizes of the model, and settings that train it well."""
+    """List the presets. Each is a size of the model and settings that train it well."""
     from andon.config.show import show_presets
 
     show_presets(terminal(), as_json)
@@ -36,10 +36,10 @@ def config_reference() -> None:
     typer.echo(reference(), nl=False)
 
 
-@config_app.command("validate", context_settings=ANY)
-def config_validate(context: typer.Context) -> None:
-    """Check CONFIG.yaml and overrides."""
-    config = run_configuration(context.args)
+@config_app.command("validate", context_settings=ANY_KEY)
+def config_validate(arguments: Arguments) -> None:
+    """Check a configuration without training."""
+    config = run_configuration(arguments)
     steps = f"{config.train.steps:,} steps" if config.train.steps else "as many steps as its epochs take"
     typer.echo(f"valid: {config.model_name}, {steps}, {config.workers} workers")
 

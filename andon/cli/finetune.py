@@ -8,32 +8,38 @@ from typing import Annotated
 
 import typer
 
-from andon.cli.arguments import ANY, EXIT_CODES, Resume, launch, new_app, tuning_configuration, use_kernels
+from andon.cli.arguments import ANY_KEY, EXIT_CODES, Resume, Samples, launch, new_app, tuning_configuration, use_kernels
 
 finetune_app = new_app()
 
 
-@finetune_app.command(context_settings=ANY, epilog=EXIT_CODES)
+@finetune_app.command(context_settings=ANY_KEY, epilog=EXIT_CODES)
 def finetune(
-    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder of a Hugging Face model.")],
+    data: Samples,
     resume: Resume = "auto",
 ) -> None:
-    """Fine-tune MODEL on DATA… (.jsonl or .parquet) with LoRA adapters, or all weights with --lora.rank 0.
+    """Fine-tune a Hugging Face model with LoRA adapters.
 
-    Rows have text and label, prompt and completion, or messages. The result is an adapter in PEFT's format in the
-    run's folder, runs/finetune unless --run.dir says otherwise. Every key is an option (`andon config show --finetune`
-    lists them): --workers 2 --lora.rank 16 --lora.targets q_proj,v_proj --train.epochs 2
+    --lora.rank 0 trains all weights instead. A sample is a row with text and label, prompt and completion, or messages.
+    The result is an adapter in PEFT's format in the run's folder, runs/finetune unless --run.dir names another. Every
+    key of the configuration is an option; `andon config show --finetune` lists all of them. Those used most:
+
+    \b
+    --workers N              worker processes on this machine
+    --lora.rank R            rank of the adapters
+    --lora.targets NAMES     layers that get adapters, such as q_proj,v_proj
+    --train.epochs N         passes over the data
     """
-    sys.exit(launch(tuning_configuration([model, *context.args]), resume))
+    sys.exit(launch(tuning_configuration([model, *data]), resume))
 
 
 @finetune_app.command()
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="The folder of an adapter.")],
-    out: Annotated[Path | None, typer.Option(help="The new folder; default: `merged` beside the adapter.")] = None,
+    adapter: Annotated[Path, typer.Argument(help="Folder of an adapter.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: `merged` next to the adapter.")] = None,
 ) -> None:
-    """Write the model of an adapter with the adapter merged into its weights."""
+    """Write a model with its adapter merged into the weights."""
     use_kernels()
     from andon.finetune.result import merge as run
 

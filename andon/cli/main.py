@@ -1,4 +1,4 @@
-"""The command line: one function per command, which parses and makes one call. Heavy imports are local."""
+"""The commands that start something: one function each, which parses and makes one call. Heavy imports are local."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from andon.cli.arguments import (
-    ANY,
+    ANY_KEY,
     EXIT_CODES,
+    Arguments,
     AsJson,
     Finetune,
     Resume,
     TlsCa,
     TlsCert,
     TlsKey,
-    Words,
     configuration,
     launch,
+    list_argument,
     new_app,
     run_configuration,
     terminal,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from andon.numerics import Numerics
 
 app = new_app(add_completion=True, help=f"Data-parallel pretraining that stops the line.\n\n{EXIT_CODES}")
-launch_app = new_app(name="launch", help="Print what a cluster's scheduler needs to run a configuration.")
+launch_app = new_app(name="launch", help="Print a job script or a manifest for a cluster.")
 for _commands in (finetune_app, runs_app, config_app, bench_app, checkpoint_app, launch_app):
     app.add_typer(_commands)
 
@@ -49,21 +50,18 @@ def main() -> None:
     """Run a command; an error that the user can correct is three lines and exit code 1."""
     try:
         app()
-    except (UserError, GroupError) as error:
-        from andon.run.screen.display import show_error
-
-        if isinstance(error, GroupError):
-            error = UserError(str(error), error.cause, error.remedy or "The same command resumes")
-        show_error(terminal(stderr=True), error)
-        sys.exit(1)
-    except OSError as error:
+    except (UserError, GroupError, OSError) as error:
         from andon.run.screen.display import show_error
         from andon.run.screen.terminal import discard
 
-        cause = f"{error.filename or 'A file, the output or a connection'} cannot be used"
-        remedy = "Correct that and run the same command again"
-        show_error(terminal(stderr=True), UserError(f"andon stopped: {error.strerror or error}", cause, remedy))
-        discard(sys.stdout)
+        if isinstance(error, GroupError):
+            error = UserError(str(error), error.cause, error.remedy or "The same command resumes")
+        elif isinstance(error, OSError):
+            discard(sys.stdout)
+            cause = f"{error.filename or 'A file, the output or a connection'} cannot be used"
+            remedy = "Correct that and run the same command again"
+            error = UserError(f"andon stopped: {error.strerror or error}", cause, remedy)
+        show_error(terminal(stderr=True), error)
         sys.exit(1)
 
 
@@ -74,9 +72,9 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
         raise typer.Exit
 
 
-@app.command(context_settings=ANY, epilog=EXIT_CODES)
+@app.command(context_settings=ANY_KEY, epilog=EXIT_CODES)
 def demo(context: typer.Context, resume: Resume = "auto") -> None:
-    """Train a small model that writes stories, in about two minutes; takes the same options as `andon train`."""
+    """Train a small story writer in about two minutes. Takes the same options as `andon train`."""
     from andon.cluster.launch import train_demo
     from andon.config.load import parse_arguments
 
@@ -87,64 +85,66 @@ def demo(context: typer.Context, resume: Resume = "auto") -> None:
     sys.exit(train_demo(overrides, resume, terminal(lasting=True)))
 
 
-@app.command(context_settings=ANY, epilog=EXIT_CODES)
-def train(words: Words = None, resume: Resume = "auto") -> None:
-    """Train on CONFIG.yaml, or on CORPUS…: files, folders and globs of .txt, .md, .jsonl, .parquet, also .gz.
+@app.command(context_settings=ANY_KEY, epilog=EXIT_CODES)
+def train(arguments: Arguments, resume: Resume = "auto") -> None:
+    """Train a model on CONFIG.yaml, or on your own text.
 
-    Without either it trains on the built-in stories. Every key of the configuration is an option, --KEY VALUE or
-    --KEY=VALUE; `andon config show` lists all of them with their help. Those used most:
+    CORPUS is any number of files, folders and globs of .txt, .md, .jsonl and .parquet, also .gz. Without CONFIG.yaml
+    and CORPUS it trains on the built-in stories. Every key of the configuration is an option, --KEY VALUE or
+    --KEY=VALUE; `andon config show` lists all keys with their defaults and help. Those used most:
 
     \b
     --model.preset NAME      tiny, 30m, 124m, 350m or 1b (`andon config presets`)
     --workers N              worker processes on this machine
-    --threads N              compute threads of each
+    --threads N              compute threads of each worker
     --train.steps N          steps of the whole run
-    --train.slots N          micro-batches a step, divided among the workers
-    --train.context N        tokens of a window
+    --train.slots N          micro-batches per step, divided among the workers
+    --train.context N        tokens per window
     --optim.lr RATE          peak learning rate
     --device DEVICE          auto, cpu or cuda
-    --run.dir FOLDER         where the run lives; the same command resumes it
-    --run.board false        no page beside the run
+    --run.dir FOLDER         the run's folder; the same command resumes it
+    --run.board false        do not serve a page that shows the run
     --checkpoint.every N     steps between saves
     --on_nonfinite skip      skip a step with a bad gradient instead of halting
     """
-    sys.exit(launch(run_configuration(words or []), resume))
+    sys.exit(launch(run_configuration(arguments), resume))
 
 
-@app.command(context_settings={**ANY, "allow_interspersed_args": False}, epilog=EXIT_CODES)
+@app.command(context_settings={**ANY_KEY, "allow_interspersed_args": False}, epilog=EXIT_CODES)
 def run(
-    context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script that calls andon.init().")],
+    arguments: Annotated[list[str], list_argument(help="Arguments of the script.")],
     workers: Annotated[int, typer.Option(min=1, help="Worker processes on this machine.")] = 1,
-    native: Annotated[bool, typer.Option("--native", help="Take the fastest kernels, not the portable ones.")] = False,
+    native: Annotated[bool, typer.Option("--native", help="Use the fastest kernels, not the portable ones.")] = False,
 ) -> None:
-    """Run SCRIPT ARGS… on local workers that exchange through shared memory.
+    """Run a Python script on several workers of this machine.
 
-    Rank 0 writes to the terminal, the others to runs/SCRIPT/logs. Ctrl-C saves what andon.load and andon.save know of,
-    after the step.
+    The workers exchange through shared memory. Rank 0 writes to the terminal, the others to runs/SCRIPT/logs. Ctrl-C
+    ends the run after the current step and saves, if the script has called andon.load or andon.save.
     """
     from andon.cluster.scripts.run import run_script
 
     kernels: Numerics = "native" if native else "portable"
-    sys.exit(run_script(script, context.args, workers, kernels, terminal(lasting=True)))
+    sys.exit(run_script(script, arguments, workers, kernels, terminal(lasting=True)))
 
 
-@app.command(context_settings=ANY, epilog=EXIT_CODES)
+@app.command(context_settings=ANY_KEY, epilog=EXIT_CODES)
 def coordinator(
-    context: typer.Context,
+    arguments: Arguments,
     resume: Resume = "auto",
-    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; default: every address of this machine.")] = "",
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on. Default: every address, port 29411.")] = "",
     tls_cert: TlsCert = "",
     tls_key: TlsKey = "",
     tls_ca: TlsCa = "",
 ) -> None:
-    """Coordinate a run whose --workers N are started elsewhere with `andon worker HOST`.
+    """Coordinate a run whose workers are on several machines.
 
-    Workers must know the run's token: the file `token` in the run's folder, or ANDON_TOKEN.
+    Takes the same options as `andon train`. Each of the --workers N is started with `andon worker HOST`, and must know
+    the run's token: the file `token` in the run's folder, or ANDON_TOKEN.
     """
     from andon.cluster.launch import Door, serve
 
-    config = run_configuration(context.args)
+    config = run_configuration(arguments)
     host, port = parse_address(bind) if bind else ("", None)
     tls = tls_of(tls_cert, tls_key, tls_ca)
     if tls:
@@ -154,15 +154,15 @@ def coordinator(
 
 @app.command(epilog=EXIT_CODES)
 def worker(
-    address: Annotated[str, typer.Argument(help="HOST[:PORT] of the coordinator.")],
-    token_file: Annotated[Path | None, typer.Option(help="The run's token; default: ANDON_TOKEN.")] = None,
-    folder: Annotated[Path, typer.Option(help="The only folder in which the run may write here.")] = Path(),
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the coordinator to be there.")] = 600.0,
+    address: Annotated[str, typer.Argument(help="HOST[:PORT] of the coordinator; port 29411 if none is given.")],
+    token_file: Annotated[Path | None, typer.Option(help="File with the run's token. Default: ANDON_TOKEN.")] = None,
+    folder: Annotated[Path, typer.Option(help="The only folder of this machine that the run may write to.")] = Path(),
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the coordinator to start.")] = 600.0,
     tls_cert: TlsCert = "",
     tls_key: TlsKey = "",
     tls_ca: TlsCa = "",
 ) -> None:
-    """Join a coordinator: it sends the configuration and, unless this machine has it, the data."""
+    """Join a run as a worker. The coordinator sends the configuration and, unless this machine has it, the data."""
     from andon.cluster.launch import PORT, join_run
     from andon.cluster.worker import Access
     from andon.control.token import token_of_worker
@@ -170,96 +170,94 @@ def worker(
     host, port = parse_address(address)
     tls, console = tls_of(tls_cert, tls_key, tls_ca), terminal(lasting=True)
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
-    access = Access(token_of_worker(token_file, wait, say), None, tls, folder, wait, say)
+    access = Access(token_of_worker(token_file, wait, report), None, tls, folder, wait, report)
     sys.exit(join_run((host, PORT if port is None else port), access))
 
 
 @app.command("gradient-server", epilog=EXIT_CODES)
 def gradient_server(
-    workers: Annotated[int, typer.Option(min=1, help="Workers that take part.")],
-    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; port 0: any free one.")] = "127.0.0.1:29412",
+    workers: Annotated[int, typer.Option(min=1, help="Number of workers; the session begins when all have joined.")],
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; port 0: any free port.")] = "127.0.0.1:29412",
     steps: Annotated[int, typer.Option(min=0, help="Steps to serve; 0: until the workers leave.")] = 0,
-    samples: Annotated[
-        int, typer.Option(min=0, help="Samples to share out among the workers in every step; 0: no assignments.")
-    ] = 0,
-    folder: Annotated[Path, typer.Option("--run.dir", help="Where the session is recorded.")] = Path(
-        "runs/gradient-server"
-    ),
-    allow: Annotated[list[str] | None, typer.Option(help="A NETWORK whose hosts may take part; repeatable.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Samples per step to assign to the workers; 0: none.")] = 0,
+    folder: Annotated[Path, typer.Option("--run.dir", help="Folder for the record.")] = Path("runs/gradient-server"),
+    allow: Annotated[list[str] | None, typer.Option(help="Network that may connect: 10.0.0.0/24; repeatable.")] = None,
 ) -> None:
-    """Average gradients for workers of any language that speak protocol 2.
+    """Average gradients for workers that speak protocol 2.
 
-    It follows the dialogue of its workers: whole vectors (with --samples after an assignment for each step), or blocks
-    and then components. Protocol 2 has no authentication, so only this machine may connect unless --allow names others.
+    Workers can be written in any language. They send whole gradient vectors (with --samples, after receiving an
+    assignment for each step), or blocks and then components; the server detects which. Protocol 2 has no
+    authentication, so only this machine may connect unless --allow names a network.
     """
     from andon.commands.gradient_server.serve import PORT, Service, parse_networks, serve
 
     host, port = parse_address(bind)
-    service = Service(
-        (host, PORT if port is None else port), workers, steps, samples, parse_networks(allow or []), folder
-    )
+    address = host, PORT if port is None else port
+    service = Service(address, workers, steps, samples, parse_networks(allow or []), folder)
     sys.exit(serve(service, terminal(lasting=True)))
 
 
-@launch_app.command("slurm", context_settings=ANY)
-def launch_slurm(context: typer.Context) -> None:
-    """Print a job script for `sbatch`: one task per worker; it goes on after a kill, a requeue or the time limit."""
+@launch_app.command("slurm", context_settings=ANY_KEY)
+def launch_slurm(arguments: Arguments) -> None:
+    """Print a job script for `sbatch`. The run continues after a kill, a requeue or the time limit."""
     from andon.commands.schedulers import slurm_script
 
-    typer.echo(slurm_script(run_configuration(context.args), context.args), nl=False)
+    typer.echo(slurm_script(run_configuration(arguments), arguments), nl=False)
 
 
-@launch_app.command("k8s", context_settings=ANY)
+@launch_app.command("k8s", context_settings=ANY_KEY)
 def launch_k8s(
-    context: typer.Context,
-    image: Annotated[str, typer.Option(help="A container image with Andon.")] = "andon:latest",
-    claim: Annotated[str, typer.Option(help="A ReadWriteMany volume claim for the run's folder.")] = "runs",
+    arguments: Arguments,
+    image: Annotated[str, typer.Option(help="Container image in which Andon is installed.")] = "andon:latest",
+    claim: Annotated[str, typer.Option(help="ReadWriteMany volume claim that holds the run's folder.")] = "runs",
 ) -> None:
-    """Print a manifest for `kubectl apply`: a coordinator and its workers, which go on after a kill or an eviction."""
+    """Print a manifest for `kubectl apply`. The run continues after a kill or an eviction."""
     from andon.commands.schedulers import kubernetes_manifest
 
-    typer.echo(kubernetes_manifest(run_configuration(context.args), image, claim), nl=False)
+    typer.echo(kubernetes_manifest(run_configuration(arguments), image, claim), nl=False)
 
 
-@app.command(context_settings=ANY)
-def prepare(context: typer.Context) -> None:
-    """Tokenize CORPUS… into the cache without training."""
+@app.command(context_settings=ANY_KEY)
+def prepare(arguments: Arguments) -> None:
+    """Tokenize a corpus into the cache, without training."""
     from andon.commands.data import show_corpus
 
-    show_corpus(configuration(context.args), terminal())
+    show_corpus(configuration(arguments), terminal())
 
 
-@app.command(context_settings=ANY)
-def plan(context: typer.Context, finetune: Finetune = False, as_json: AsJson = False) -> None:
-    """Print memory and traffic of a configuration, and what other settings would change."""
+@app.command(context_settings=ANY_KEY)
+def plan(arguments: Arguments, finetune: Finetune = False, as_json: AsJson = False) -> None:
+    """Print the memory and traffic of a run before it starts. Also prints how other settings would change them."""
     from andon.commands.plan import main as run
 
-    run(run_configuration(context.args, finetune), as_json, terminal())
+    run(run_configuration(arguments, finetune), as_json, terminal())
 
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Print what a bug report needs: versions, cores, memory, devices, ports, shared memory."""
+    """Print the facts for a bug report. These are versions, cores, memory, devices, ports and shared memory."""
     from andon.commands.doctor import examine
 
     examine(as_json, terminal())
 
 
-@app.command(context_settings=ANY)
+@app.command(context_settings=ANY_KEY)
 def profile(
-    context: typer.Context,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to profile.")] = 3,
-    trace: Annotated[Path, typer.Option(help="Where the Chrome trace goes.")] = Path("trace.json"),
-    rows: Annotated[int, typer.Option(min=1, help="Operations to print.")] = 20,
+    arguments: Arguments,
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps to profile.")] = 3,
+    trace: Annotated[Path, typer.Option(help="File for the Chrome trace.")] = Path("trace.json"),
+    rows: Annotated[int, typer.Option(min=1, help="Number of operations to print, the slowest first.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Print where the time of a step of CONFIG.yaml goes, and write a Chrome trace; takes the options of `andon train`.
+    """Print where the time of a training step goes.
 
-    One worker, random tokens: no corpus is needed. Kernels of the GPU, or operations of the CPU."""
-    config = configuration(context.args)
+    Takes the same options as `andon train`. It runs one worker on random tokens, so no corpus is needed. It prints the
+    kernels of the GPU, or the operations of the CPU, and writes a Chrome trace.
+    """
+    config = configuration(arguments)
     use_kernels(config.numerics)
     from andon.bench.profile import main as run
 
@@ -267,14 +265,18 @@ def profile(
 
 
 @app.command()
-def drill(transport: Annotated[str, typer.Option(help="A transport that connects workers.")] = "shm") -> None:
-    """Inject every kind of fault into a small run on this machine and check that the run stops.
+def drill(transport: Annotated[str, typer.Option(help="Transport between the three workers.")] = "shm") -> None:
+    """Inject every kind of fault and check that a run reacts.
 
-    Faults can also be given to `andon train` as --fault kind:key=value,… (repeatable):
-    nan|inf:rank=1,step=7[,slot=S][,parameter=NAME] ·
-    bitflip:rank=2,step=9[,unit=NAME][,buffer=weights|first|second|master][,bit=K] ·
-    die|stall:rank=1,step=5[,at=forward|backward|exchange|optimizer][,seconds=N]
-    (while that step is saved: at=snapshot|write|sync|wrote|manifest|rename|renamed|prune)
+    Each fault hits a small run on this machine. Faults can also be given to `andon train`, as --fault, repeatable:
+
+    \b
+    nan|inf:rank=1,step=7[,slot=S][,parameter=NAME]
+    bitflip:rank=2,step=9[,unit=NAME][,buffer=BUFFER][,bit=K]
+    die|stall:rank=1,step=5[,at=PHASE][,seconds=N]
+
+    BUFFER is weights, first, second or master. PHASE is forward, backward, exchange or optimizer; or, while that step
+    is saved, snapshot, write, sync, wrote, manifest, rename, renamed or prune.
     """
     from andon.commands.drill import drill as run
 

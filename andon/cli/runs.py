@@ -1,4 +1,4 @@
-"""Commands for a run that goes on or is over: one function each, which parses and makes one call."""
+"""Commands for existing runs, live or finished: one function each, which parses and makes one call."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ runs_app = new_app()
 data_app = new_app(name="data", help="Show training data.")
 runs_app.add_typer(data_app)
 
-Model = Annotated[Path, typer.Argument(help="A checkpoint, a run (its newest good one), an adapter or a model folder.")]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run.")]
-Runs = Annotated[list[Path] | None, typer.Argument(help="Folders of runs, or folders that hold them; default: runs/.")]
+Runs = Annotated[list[Path] | None, typer.Argument(help="Runs, or folders that contain runs. Default: runs/.")]
 
 
 @runs_app.command()
 def generate(
-    checkpoint: Model,
-    prompt: Annotated[str, typer.Argument(help="The beginning of the text.")] = "",
-    count: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 1,
-    length: Annotated[int, typer.Option(min=0, help="Most tokens per text; 0: up to the context.")] = 0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a run, an adapter or a model folder.")],
+    prompt: Annotated[str, typer.Argument(help="Text that the model continues.")] = "",
+    count: Annotated[int, typer.Option(min=1, help="Number of texts to write.")] = 1,
+    length: Annotated[int, typer.Option(min=0, help="Maximum tokens per text; 0: up to the model's context.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature; 0: always the likeliest token.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")] = 0,
 ) -> None:
-    """Write text with the model of a checkpoint."""
+    """Write text with a trained model. Of a run, the newest good checkpoint is used."""
     use_kernels()
     from andon.commands.generate import generate as run
 
@@ -38,11 +37,11 @@ def generate(
 
 @runs_app.command()
 def evaluate(
-    checkpoint: Model,
-    windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows.")] = 256,
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest good checkpoint.")],
+    windows: Annotated[int, typer.Option(min=1, help="Number of held-out windows to measure.")] = 256,
     as_json: AsJson = False,
 ) -> None:
-    """Print loss, bits per byte and, for the built-in stories, the share of valid samples of a checkpoint."""
+    """Measure a checkpoint on held-out data. Prints loss, bits per byte and the valid share of the built-in stories."""
     use_kernels()
     from andon.commands.generate import evaluate as run
 
@@ -52,11 +51,15 @@ def evaluate(
 @runs_app.command()
 def board(
     runs: Runs = None,
-    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on; off loopback it asks for the run's token.")] = "",
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on. Default: 127.0.0.1, port 29412 or free.")] = "",
     tls_cert: TlsCert = "",
     tls_key: TlsKey = "",
 ) -> None:
-    """Show runs in a browser, live or finished: loss, workers, saves, samples, halts. Also serves /metrics."""
+    """Show runs in a browser, live or finished.
+
+    The page has loss, workers, checkpoints, samples and halts; /metrics is for Prometheus. If other machines can reach
+    the address, viewers need the run's token.
+    """
     from andon.commands.runs.board import board as run
 
     if bool(tls_cert) != bool(tls_key):
@@ -75,9 +78,9 @@ def status(runs: Runs = None, as_json: AsJson = False) -> None:
 
 @runs_app.command()
 def stop(
-    run: RunFolder, wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until it has saved.")] = 120.0
+    run: RunFolder, wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for it to end.")] = 120.0
 ) -> None:
-    """Let a run of this machine save after its step and end, as Ctrl-C does; the same command resumes it."""
+    """Save and end a run of this machine, as Ctrl-C does. The command that started the run resumes it."""
     from andon.commands.runs.status import stop as end
 
     end(run, wait, terminal())
@@ -86,8 +89,8 @@ def stop(
 @runs_app.command()
 def plot(
     run: RunFolder,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A .png; default: in the terminal.")] = None,
-    curve: Annotated[str, typer.Option(help="loss, accuracy, tokens_per_s, grad_norm, lr or mfu.")] = "loss",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="PNG file. Default: the terminal.")] = None,
+    curve: Annotated[str, typer.Option(help="Curve: loss, accuracy, tokens_per_s, grad_norm, lr or mfu.")] = "loss",
 ) -> None:
     """Draw a curve of a run, in the terminal or as a PNG."""
     from andon.commands.runs.status import plot as draw
@@ -98,11 +101,11 @@ def plot(
 @runs_app.command()
 def export(
     run: RunFolder,
-    to: Annotated[str, typer.Option(help="csv, tensorboard or wandb.")] = "csv",
-    output: Annotated[Path | None, typer.Option(help="Where to write; default: into the run's folder.")] = None,
-    online: Annotated[bool, typer.Option("--online", help="wandb: send it now, not later with `wandb sync`.")] = False,
+    to: Annotated[str, typer.Option(help="Format: csv, tensorboard or wandb.")] = "csv",
+    output: Annotated[Path | None, typer.Option(help="File or folder to write. Default: in the run's folder.")] = None,
+    online: Annotated[bool, typer.Option("--online", help="wandb: upload now, not later by `wandb sync`.")] = False,
 ) -> None:
-    """Write a run's metrics for another tool: train/loss, val/loss, …, each step once."""
+    """Write a run's metrics for another tool. Each step appears once, as train/loss, val/loss, …"""
     from andon.commands.runs.export import export as write
 
     write(run, to, output, online, terminal())
@@ -110,19 +113,19 @@ def export(
 
 @runs_app.command()
 def resize(
-    run: Annotated[Path, typer.Argument(help="Folder of a run that goes on.")],
-    workers: Annotated[int, typer.Argument(help="Number of workers from now on.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a live run.")],
+    workers: Annotated[int, typer.Argument(help="Number of workers that the run continues with.")],
 ) -> None:
-    """Have a run go on with more or fewer workers, from its next step on."""
+    """Change the number of workers of a live run."""
     from andon.run.records.resize import wish
 
     wish(run, workers)
-    typer.echo(f"If a run goes on in {run}, it does so with {workers} workers after its current step")
+    typer.echo(f"If {run} is live, it continues with {workers} workers after its current step")
 
 
 @runs_app.command()
 def audit(run: RunFolder) -> None:
-    """Prove that a run has used every sample of every committed step exactly once."""
+    """Prove that a run used every sample exactly once. Checks the samples of all committed steps against its ledger."""
     from andon.commands.runs.audit import audit
 
     audit(run, terminal())
@@ -131,10 +134,11 @@ def audit(run: RunFolder) -> None:
 @data_app.command("show")
 def data_show(
     run: RunFolder,
-    windows: Annotated[str, typer.Option(help="Window numbers, as named in a halt: 12,480")] = "",
-    samples: Annotated[str, typer.Option(help="Samples of a fine-tuning run, as named in a halt: a.jsonl:7,…")] = "",
+    windows: Annotated[str, typer.Option(help="Numbers of windows, such as 12,480.")] = "",
+    samples: Annotated[str, typer.Option(help="Samples of a fine-tuning run, such as a.jsonl:7,a.jsonl:8.")] = "",
 ) -> None:
-    """Print the text of training windows, or samples as they were trained on."""
+    """Print training windows or samples as text. A halt names them."""
     from andon.commands.data import show
 
-    show(run, numbers("--windows", windows) if windows else [], samples.split(",") if samples else [], terminal())
+    numbered = numbers("--windows", windows, least=0) if windows else []
+    show(run, numbered, samples.split(",") if samples else [], terminal())

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from andon.board.serve import beside
+from andon.board.serve import background_board
 from andon.checkpoint.disk.listing import step_of
 from andon.cluster.bf16 import check_bf16
 from andon.cluster.fork_server import ForkServer
@@ -161,7 +161,7 @@ def _coordinate(
         data = prepare(config, console)
         show_data(console, config, data)
         if config.run.board and console.is_terminal:
-            stack.enter_context(beside(config.run.dir, partial(console.print, style="dim", soft_wrap=True)))
+            stack.enter_context(background_board(config.run.dir, partial(console.print, style="dim", soft_wrap=True)))
         recorder, emit = stack.enter_context(recording(config, folder, console))
         goes_on = _goes_on(config, folder, checkpoint, stack)
         transport = TRANSPORTS[config.group.transport]

@@ -1,1 +1,1 @@
-"""What each command does."""
+"""Commands that do not train."""

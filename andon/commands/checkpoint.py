@@ -19,7 +19,7 @@ from andon.run.screen.terminal import human_bytes
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoints of a run, of its folder of checkpoints, or the one that is named; oldest first."""
+    """Find the checkpoints of a run, or of its folder of checkpoints, oldest first; or the one that is named."""
     if (path / MANIFEST).exists() or (step_of(path) >= 0 and path.is_dir()):
         return [path]
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -28,19 +28,19 @@ def find(path: Path) -> list[Path]:
     is_run = (path / "config.yaml").exists()
     raise UserError(
         f"There is no checkpoint in {path}",
-        "The run has not saved yet" if is_run else "It is not a run, and has no folder checkpoint-STEP",
+        "The run has not saved yet" if is_run else "It is not a run and contains no folder checkpoint-STEP",
         "Wait for its first save" if is_run else "Name the folder of a run, such as runs/default",
     )
 
 
 def show(path: Path, deep: bool, as_json: bool, console: Console) -> None:
-    """Print a table of checkpoints; `deep` verifies every byte."""
+    """Print a row for each checkpoint; `deep` verifies every byte."""
     numbers = [Column(heading, justify="right") for heading in ("step", "loss", "size", "age")]
     table = Table("checkpoint", *numbers, "verdict")
     for checkpoint in find(path):
         damages = _damages(checkpoint, console) if deep else list(find_damage(checkpoint, sizes_only=True))
         if not checkpoint.exists():
-            continue  # a running training has removed it
+            continue  # a live run has removed it
         if as_json:
             fields = {"path": str(checkpoint), "step": step_of(checkpoint), "bytes": _size(checkpoint)}
             verdict = "damaged" if damages else "good" if deep else "complete"
@@ -54,18 +54,18 @@ def show(path: Path, deep: bool, as_json: bool, console: Console) -> None:
         return
     console.print(table)
     if not deep:
-        console.print("complete: manifest and sizes are right; --verify reads every byte", style="dim")
+        console.print("complete: the manifest and all sizes match; --verify reads every byte", style="dim")
 
 
 def verify(path: Path, console: Console) -> int:
-    """Verify every byte of each checkpoint; the exit code is 1 if any is damaged."""
+    """Verify every byte of each checkpoint; returns 1 if any is damaged."""
     bad = 0
     for checkpoint in find(path):
         size = human_bytes(_size(checkpoint))
         damages = _damages(checkpoint, console)
         name = escape(str(checkpoint))
         if not checkpoint.exists():
-            console.print(f"{name} was removed by a running training", soft_wrap=True)
+            console.print(f"{name} was removed by its run", soft_wrap=True)
             continue
         bad += bool(damages)
         if not damages:
@@ -76,13 +76,13 @@ def verify(path: Path, console: Console) -> int:
 
 
 def diff(first: Path, second: Path, console: Console) -> int:
-    """Verify two checkpoints and compare them by tensor; the exit code is 0 if they are equal."""
+    """Verify two checkpoints and compare them by tensor; returns 1 if they differ."""
     from andon.checkpoint.compare import compare
 
-    known = _verified(first, console), _verified(second, console)
-    last = Column("largest difference", justify="right")
-    table = Table("tensor", "verdict", last, title=escape(f"{first} and {second}"))
-    compared = list(compare((first, second), known))
+    manifests = _verified(first, console), _verified(second, console)
+    differences = Column("largest difference", justify="right")
+    table = Table("tensor", "verdict", differences, title=escape(f"{first} and {second}"))
+    compared = list(compare((first, second), manifests))
     for name, difference in compared:
         if difference:
             table.add_row(escape(name), "differs", difference)
@@ -93,17 +93,17 @@ def diff(first: Path, second: Path, console: Console) -> int:
 
 
 def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Console) -> None:
-    """Remove all but the last `keep`, every `keep_every`-th and the newest good checkpoint."""
+    """Remove all checkpoints but the last `keep`, those at multiples of `keep_every`, and the newest good one."""
     from andon.checkpoint.disk.store import remove
 
     folder = find(path)[0].parent
     with contextlib.closing(RunFolder(folder.parent)) as run:
-        if (folder.parent / ".lock").exists():  # a copy elsewhere has no lock
+        if (folder.parent / ".lock").exists():  # a copied folder has no lock
             run.take()
         found = {step_of(checkpoint): checkpoint for checkpoint in find(path)}
         good = next((step for step in sorted(found, reverse=True) if not _damages(found[step], console)), None)
         if good is None:
-            cause = "A damaged checkpoint may still be of use, so nothing was removed"
+            cause = "A damaged checkpoint may still be useful, so nothing was removed"
             remedy = f"`andon checkpoint verify {folder}` names the damage"
             raise UserError(f"No checkpoint in {folder} is good", cause, remedy)
         staying = kept(sorted(found), keep, keep_every) | {good}
@@ -117,7 +117,7 @@ def prune(path: Path, keep: int, keep_every: int, dry_run: bool, console: Consol
 
 
 def _damages(checkpoint: Path, console: Console) -> list[Damage]:
-    """All damage of a checkpoint, found with a progress bar."""
+    """Verify every byte with a progress bar; returns all damage."""
     with contextlib.suppress(Damaged), progress_bar(console) as bar:
         task = bar.add_task(escape(harmless(checkpoint.name)), total=read(checkpoint).size)
         return list(find_damage(checkpoint, lambda count: bar.advance(task, count)))
@@ -127,7 +127,7 @@ def _damages(checkpoint: Path, console: Console) -> list[Damage]:
 def _verified(checkpoint: Path, console: Console) -> Manifest:
     if find(checkpoint) != [checkpoint]:
         remedy = f"Name one that `andon checkpoint ls {checkpoint}` lists"
-        raise UserError(f"{checkpoint} is not one checkpoint", "Two checkpoints are compared, not two runs", remedy)
+        raise UserError(f"{checkpoint} is not one checkpoint", "Checkpoints are compared, not runs", remedy)
     if damages := _damages(checkpoint, console):
         remedy = "Compare good checkpoints: `andon checkpoint ls --verify` lists them"
         raise UserError(f"{checkpoint} is damaged", str(damages[0]), remedy)
@@ -144,7 +144,7 @@ def _step_and_loss(checkpoint: Path) -> tuple[str, str]:
 
 
 def _size(checkpoint: Path) -> int:
-    with contextlib.suppress(OSError):  # a broken link, or a run that removes it now
+    with contextlib.suppress(OSError):  # a broken link, or the run is removing it
         return sum(file.stat().st_size for file in checkpoint.iterdir())
     return 0
 

@@ -1,4 +1,4 @@
-"""`andon prepare` and `andon data show`: what a corpus holds, and the text of single windows or samples."""
+"""`andon prepare` and `andon data show`: tokenize a corpus; print single windows or samples as text."""
 
 from pathlib import Path
 
@@ -22,20 +22,21 @@ def show_corpus(config: Config, console: Console) -> None:
 
 def show(run: Path, windows: list[int], samples: list[str], console: Console) -> None:
     """`andon data show`: print the text of a run's training windows, or of its samples."""
-    # The run may be another's: nothing is written where its configuration says.
+    # The run may be another user's: nothing is written to the cache that its configuration names.
     config = load_run(run / "config.yaml").with_own_cache()
-    tuned = isinstance(config, FinetuneConfig)
-    if not (samples if tuned else windows) or (windows if tuned else samples):
-        kind, other = ("fine-tuning", "--samples a.jsonl:7,a.jsonl:8") if tuned else ("pretraining", "--windows 0,1,2")
-        raise UserError(f"{run} needs to be told what to show", f"It is a run of {kind}", f"Give {other}")
     if isinstance(config, FinetuneConfig):
+        if windows or not samples:
+            remedy = "Give --samples a.jsonl:7,a.jsonl:8"
+            raise UserError(f"No samples of {run} were named", "It is a run of fine-tuning", remedy)
         show_samples(run, config, samples, console)
     elif isinstance(config, Config):
+        if samples or not windows:
+            raise UserError(f"No windows of {run} were named", "It is a run of pretraining", "Give --windows 0,1,2")
         show_windows(run, config, windows, console)
 
 
 def show_samples(run: Path, config: FinetuneConfig, names: list[str], console: Console) -> None:
-    """Print samples as they were trained on, with their answers."""
+    """Print samples and their answers as the model saw them."""
     from andon.finetune.base import Base
     from andon.finetune.samples.tokenize import prepare_samples
 
@@ -67,19 +68,14 @@ def show_windows(run: Path, config: Config, windows: list[int], console: Console
 
 
 def check_data(run: Path, digest: str) -> None:
-    """Refuse a run that was trained on other data."""
-    trained_on = _data_of(run)
-    if trained_on and trained_on[-1] != digest:
-        raise other_data(run)
-
-
-def _data_of(run: Path) -> list[str]:
-    """The digests of the data that a run was trained on, as its events tell."""
+    """Refuse a run that was trained on other data, according to its events."""
     try:
-        return [event["data"] for event in read(run) if event["event"] == "start"]
+        digests = [event["data"] for event in read(run) if event["event"] == "start"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "A line of it is no event"
+        cause = error.strerror if isinstance(error, OSError) else "A line of it is not an event"
         raise UserError(f"{run / 'metrics.jsonl'} cannot be read", str(cause), "Name the folder of a run") from None
+    if digests and digests[-1] != digest:
+        raise other_data(run)
 
 
 def other_data(where: Path) -> UserError:

@@ -1,4 +1,4 @@
-"""`andon doctor`: the facts about this machine that a bug report needs."""
+"""`andon doctor`: facts about this machine for a bug report."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def examine(as_json: bool, console: Console) -> None:
         "shared memory": f"{human_bytes(shutil.disk_usage(shared).free)} free" if shared.is_dir() else "none",
         "loopback": _loopback(),
         "devices": _devices(),
-        "numerics": cost() if has_avx2() else "this processor has no AVX2: its bits are its own",
+        "numerics": cost() if has_avx2() else "this processor has no AVX2, so its bits differ from other machines'",
     }
     if as_json:
         print(json.dumps(facts))

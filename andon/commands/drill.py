@@ -1,8 +1,7 @@
-"""`andon drill`: inject every kind of fault into a run on this machine and check that the run stops, or goes on without
-the worker that is lost.
+"""`andon drill`: inject every kind of fault and check that the run stops, or goes on without the lost worker.
 
-Each drill is a real training run of a very small model on real workers with one injected fault
-(`andon.integrity.faults`), in a temporary folder.
+Each drill is a real training run of a very small model in a temporary folder, with real workers and one injected fault
+(`andon.integrity.faults`).
 """
 
 import json
@@ -22,16 +21,15 @@ from andon.transport.base import TRANSPORTS
 
 WORKERS = 3
 SMALL = (
-    *("--model.vocab=300", "--model.hidden=32", "--model.layers=2", "--model.heads=2", "--model.kv_heads=1"),
-    *("--model.intermediate=48", "--train.context=32", "--train.micro_batch=2", "--train.slots=6"),
-    *("--train.steps=8", "--data.stories=300", "--eval.stories=0", "--eval.sample_every=0"),
-    *(f"--workers={WORKERS}", "--group.timeout=5", "--device=cpu"),
-)
+    "--model.vocab=300 --model.hidden=32 --model.layers=2 --model.heads=2 --model.kv_heads=1 --model.intermediate=48 "
+    "--train.context=32 --train.micro_batch=2 --train.slots=6 --train.steps=8 --data.stories=300 --eval.stories=0 "
+    f"--eval.sample_every=0 --workers={WORKERS} --group.timeout=5 --device=cpu"
+).split()
 Verdict = Callable[[int, dict[str, Any], str], bool]
 
 
 class Drill(NamedTuple):
-    """A fault, and what must happen."""
+    """A fault, and the reaction that it must cause."""
 
     fault: str
     expected: str
@@ -73,17 +71,17 @@ HALTS = (
     ),
 )
 LOSSES = ((1, "die:rank=1,step=3,at=exchange"), (2, "stall:rank=2,step=3,at=backward,seconds=30"))
-"""Ranks, and what is done to them."""
+"""The rank that is lost, and the fault."""
 
 
 def drills(transport: str) -> list[Drill]:
-    """All drills; over a transport whose members cannot change, the loss of a rank ends the run."""
+    """All drills. Over a transport whose members cannot change, the loss of a rank ends the run."""
     goes_on = transport not in TRANSPORTS or TRANSPORTS[transport].goes_on
     return [*HALTS, *(_lost(rank, fault, goes_on) for rank, fault in LOSSES)]
 
 
 def drill(transport: str, console: Console) -> int:
-    """Inject every fault; 0 if the run ended each time as it must."""
+    """Do all drills; returns 0 if every run reacted as it must."""
     columns = [Column(heading, overflow="fold") for heading in ("fault", "must show", "seconds", "the run")]
     table = Table(*columns, title=f"{WORKERS} workers over {transport}")
     passed = True
@@ -103,7 +101,7 @@ def _inject(each: Drill, transport: str) -> bool:
         run = Path(folder) / "run"
         options = [f"--run.dir={run}", f"--group.transport={transport}", f"--fault={each.fault}", *server]
         if "buffer=" in each.fault:
-            options.append("--zero.policy=off")  # so that every rank has the whole optimizer state
+            options.append("--zero.policy=off")  # every rank has the whole optimizer state, and can compare it
         command = [sys.executable, "-m", "andon", "train", *SMALL, *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         file = run / "halt.json"
@@ -113,7 +111,7 @@ def _inject(each: Drill, transport: str) -> bool:
 
 @contextmanager
 def _gradient_server(transport: str, folder: str) -> Iterator[list[str]]:
-    """A server for workers that join one; the option that names it."""
+    """Run a gradient server if the transport needs one; yields the option with its address."""
     if transport not in TRANSPORTS or not TRANSPORTS[transport].joins_server:
         yield []
         return

@@ -1,4 +1,4 @@
-"""`andon generate` and `andon evaluate`: write text with a checkpoint, and measure it."""
+"""`andon generate` and `andon evaluate`: write text with a model, and measure a checkpoint on held-out data."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def _print(text: str) -> None:
 
 
 def checkpoint_of(folder: Path) -> Path:
-    """A checkpoint that was verified: the one that is named, or the newest good one of the run that is named."""
+    """Verify and return the checkpoint that is named, or the newest good one of the run that is named."""
     if not (folder / "checkpoints").is_dir():
         verify_named(folder)
         return folder
@@ -66,7 +66,7 @@ def checkpoint_of(folder: Path) -> Path:
 
 
 def evaluate(folder: Path, windows: int, as_json: bool, console: Console) -> None:
-    """Print a checkpoint's loss on the held-out windows of its corpus, and its valid share of stories."""
+    """Print a checkpoint's loss on held-out windows of its corpus and, for the built-in stories, the valid share."""
     folder = checkpoint_of(folder)
     state = load_state(folder)
     if not isinstance(state.get("config"), dict):
@@ -75,7 +75,7 @@ def evaluate(folder: Path, windows: int, as_json: bool, console: Console) -> Non
     if is_finetuning(state["config"]):
         cause = "It is a checkpoint of `andon finetune`, whose accuracy is in metrics.jsonl and summary.json"
         raise UserError(f"{folder} is not a checkpoint of `andon train`", cause, "Look at the run's summary.json")
-    # The checkpoint may be another's: nothing is written where its configuration says.
+    # The checkpoint may be another user's: nothing is written to the cache that its configuration names.
     config = build(state["config"], {}).with_own_cache()
     model, tokens = load_model(folder), prepare_tokens(config, console)
     if tokens.digest != state.get("data"):
@@ -97,7 +97,7 @@ def evaluate(folder: Path, windows: int, as_json: bool, console: Console) -> Non
 
 
 def _stories(config: Config, model: Llama, tokens: TokenSet) -> dict[str, Any]:
-    """The valid share of stories that a model writes, and the floor of the loss on them."""
+    """Let the model write stories; returns their valid share and the floor of the loss."""
     with torch.no_grad():
         count = config.eval.stories or 64
         texts = evaluation.write(model, tokens.tokenizer(), count, config.eval.temperature, config.seed)

@@ -1,4 +1,4 @@
-"""`andon plan`: memory and traffic of a run, and what other settings would change."""
+"""`andon plan`: memory and traffic of a run, and how other settings would change them."""
 
 import json
 from operator import attrgetter
@@ -16,7 +16,7 @@ from andon.run.screen.terminal import human_bytes
 
 
 def main(config: RunSettings, as_json: bool, console: Console) -> None:
-    """`andon plan`: the plan, then what each setting would change."""
+    """Print the plan, then a row for each setting that would change it."""
     config = kinds.resolve_steps(config.on_this_machine(), Console(quiet=True) if as_json else console)
     make = kinds.planner(config)
     plan, others = make(config), changes(config, make)
@@ -31,7 +31,7 @@ def main(config: RunSettings, as_json: bool, console: Console) -> None:
         print(json.dumps({**now, "changes": rows}))
         return
     kinds.show_plan(console, config)
-    figures = [Column(name, justify="right") for name in ("memory a worker", "all workers", "sent a step and rank")]
+    figures = [Column(name, justify="right") for name in ("memory per worker", "all workers", "sent per step and rank")]
     table = Table("setting", *figures, title="What other settings would change", title_justify="left")
     table.add_row("as it is", *_figures(plan, config.workers), style="bold")
     for keys, other in others:
@@ -40,9 +40,9 @@ def main(config: RunSettings, as_json: bool, console: Console) -> None:
     if config.numerics == "portable" and has_avx2():
         console.print(f"Numerics: {cost()}; --numerics native takes the fastest kernels.", style="dim")
     console.print(
-        "Memory is the peak of a step, with shared memory divided among its users (PSS), plus the snapshot "
-        "of a save (on rank 0, which also copies the weights). Traffic is what a rank sends in a step; in "
-        "shared memory, what it moves between its own memory and that of others.",
+        "Memory is the peak during a step (PSS: shared memory is divided among its users) plus the snapshot of a "
+        "save, on rank 0, which also copies the weights. Traffic is the bytes that a rank sends per step; over shared "
+        "memory, the bytes that it moves between its own memory and that of other ranks.",
         style="dim",
     )
 
@@ -53,6 +53,6 @@ def _figures(plan: Plan, workers: int) -> tuple[str, str, str]:
 
 
 def _options(config: RunSettings, keys: dict[str, Any]) -> str:
-    """The options that differ from the configuration."""
+    """The options that differ from the configuration, as they are typed."""
     new = [(key, value) for key, value in keys.items() if attrgetter(key)(config) != value]
     return " ".join(f"--{key} {value}" for key, value in new)

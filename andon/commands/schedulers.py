@@ -1,8 +1,8 @@
-"""`andon launch`: what SLURM and Kubernetes need to run a configuration, and to go on with it after a failure.
+"""`andon launch`: a SLURM job script or a Kubernetes manifest that runs a configuration and continues after failures.
 
-Both start a coordinator and one worker per task or pod. A worker that is lost is started again, and joins the others,
-who have gone on. A run that has ended with its coordinator is started again as a whole, and resumes from the newest
-checkpoint, unless it is done (0), cannot work (2) or its cord was pulled (3).
+Both start a coordinator and one worker per task or pod. A lost worker is started again and joins the others, which have
+continued without it. If the coordinator fails, the whole run is started again and resumes from the newest checkpoint,
+unless its exit code says that it is done (0), was called wrongly (2) or was halted (3).
 """
 
 import re
@@ -18,7 +18,7 @@ from andon.files import expand
 ATTEMPTS: Final = 20
 PORT: Final = 29411
 SAVE_SECONDS: Final = 120
-"""What a run gets, before it is ended, to save."""
+"""Time to save before the scheduler ends the run."""
 
 SLURM: Final = """#!/bin/bash
 #SBATCH --job-name={name}
@@ -34,12 +34,12 @@ port=$((20000 + SLURM_JOB_ID % 20000))
 coordinator=
 unset ANDON_TOKEN  # the run's folder has the token
 
-# USR1: the time limit is near; save and go on later. TERM: the job is cancelled; save.
+# USR1: the time limit is near; save and requeue. TERM: the job is cancelled; save.
 stop() {{ stopping=$1; [ -n "$coordinator" ] && kill -TERM "$coordinator" 2>/dev/null; }}
 trap 'stop requeue' USR1
 trap 'stop cancelled' TERM
 
-# A task: a worker that is lost is started again, and joins the others.
+# A task: a lost worker is started again and joins the others.
 task='trap "exit 143" TERM
 for try in $(seq {attempts}); do
     andon worker "$0" --folder "$1" --token-file "$2"; code=$?
@@ -55,7 +55,7 @@ for attempt in $(seq {attempts}); do
     workers=$!
     wait "$coordinator"; code=$?
     while kill -0 "$coordinator" 2>/dev/null; do wait "$coordinator"; code=$?; done
-    for second in $(seq 10); do kill -0 "$workers" 2>/dev/null || break; sleep 1; done  # they end by themselves
+    for second in $(seq 10); do kill -0 "$workers" 2>/dev/null || break; sleep 1; done  # workers end by themselves
     kill "$workers" 2>/dev/null; wait "$workers" 2>/dev/null
     case $code in
         0|2|3) exit "$code" ;;
@@ -71,7 +71,7 @@ exit 1
 
 
 def slurm_script(config: RunSettings, arguments: Sequence[str]) -> str:
-    """A job script: the batch step runs the coordinator, each task of one `srun` a worker."""
+    """A job script: the batch step runs the coordinator, and each task of one `srun` runs a worker."""
     folder = expand(config.run.dir).resolve()
     return SLURM.format(
         name=run_name(config),
@@ -87,7 +87,7 @@ def slurm_script(config: RunSettings, arguments: Sequence[str]) -> str:
 
 
 def kubernetes_manifest(config: RunSettings, image: str, claim: str) -> str:
-    """A service, and two jobs: the coordinator and the workers. They share a volume with the run's folder."""
+    """A service and two jobs, the coordinator and the workers, which share a volume with the run's folder."""
     name = run_name(config)
     run = config.run.model_copy(update={"dir": f"/runs/{name}"})
     data = config.data.model_copy(update={"cache": "/runs/.cache"})
@@ -99,14 +99,14 @@ def kubernetes_manifest(config: RunSettings, image: str, claim: str) -> str:
             "apiVersion": "v1",
             "kind": "Service",
             "metadata": {"name": name},
-            # Without an address of its own: the name leads to the pod, at whatever port it listens.
+            # A headless service: the name resolves to the pod itself, so every port works.
             "spec": {"clusterIP": "None", "selector": {"andon": name, "role": "coordinator"}},
         },
         _job(config, name, image, claim, "coordinator"),
         _job(config, name, image, claim, "worker"),
     ]
     head = (
-        "# The run's token, once, from a file that nobody else reads:\n"
+        "# Create the run's token once, in a file that only you can read:\n"
         "#   (umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > token)\n"
         f"#   kubectl create secret generic {name} --from-file=token\n"
     )
@@ -137,19 +137,19 @@ def _job(config: RunSettings, name: str, image: str, claim: str, role: str) -> d
         "containers": [container],
         "volumes": volumes,
     }
-    no_use = {"action": "FailJob", "onExitCodes": {"containerName": role, "operator": "In", "values": [2, 3]}}
+    give_up = {"action": "FailJob", "onExitCodes": {"containerName": role, "operator": "In", "values": [2, 3]}}
     spec = {
         "completions": count,
         "parallelism": count,
         "completionMode": "Indexed",
         "backoffLimit": ATTEMPTS * count,
-        "podFailurePolicy": {"rules": [no_use]},
+        "podFailurePolicy": {"rules": [give_up]},
         "template": {"metadata": {"labels": {"andon": name, "role": role}}, "spec": pod},
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-{role}"}, "spec": spec}
 
 
 def run_name(config: RunSettings) -> str:
-    """The name of the run's folder, as schedulers take names."""
+    """The name of the run's folder, in characters that schedulers accept."""
     name = re.sub("[^a-z0-9-]+", "-", config.run.dir.name.lower())[:40].strip("-")
     return name if name[:1].isalpha() else f"run-{name}".rstrip("-")

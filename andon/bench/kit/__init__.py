@@ -1,1 +1,1 @@
-"""What benchmarks are made of: processes, servers, links, reports."""
+"""Parts that benchmarks share: processes, servers, networks, reports."""

@@ -1,7 +1,7 @@
-"""What the machine can do at best: a plain memory copy, and a bare TCP connection with both directions busy.
+"""Upper bounds of the machine: a plain memory copy, and a bare TCP connection with both directions busy.
 
-The connection goes to a child process, `python -m andon.bench.kit.bounds PORT`. Each end sends from one
-thread and receives in another.
+The connection goes to a child process, `python -m andon.bench.kit.bounds PORT`. Each end sends from one thread and
+receives in another.
 """
 
 import socket
@@ -10,17 +10,18 @@ import sys
 import threading
 import time
 
-SIZE = 64 << 20
+SIZE_BYTES = 64 << 20
 REPETITIONS = 5
 
 
 def measure_bounds() -> dict[str, float]:
-    """In GB/s, the connection each way; the best of several repetitions."""
-    return {"copy_gb_s": SIZE / min(_copy() for _ in range(REPETITIONS)) / 1e9, "socket_gb_s": SIZE / _duplex() / 1e9}
+    """GB/s, the connection each way; the best of several repetitions."""
+    copy_seconds = min(_copy() for _ in range(REPETITIONS))
+    return {"copy_gb_s": SIZE_BYTES / copy_seconds / 1e9, "socket_gb_s": SIZE_BYTES / _duplex() / 1e9}
 
 
 def _copy() -> float:
-    source, target = bytearray(b"1") * SIZE, bytearray(b"0") * SIZE
+    source, target = bytearray(b"1") * SIZE_BYTES, bytearray(b"0") * SIZE_BYTES
     started = time.perf_counter()
     target[:] = source
     return time.perf_counter() - started
@@ -36,13 +37,13 @@ def _duplex() -> float:
 
 
 def _exchange(connection: socket.socket) -> float:
-    outgoing, incoming = bytes(SIZE), bytearray(SIZE)
+    outgoing, incoming = bytes(SIZE_BYTES), bytearray(SIZE_BYTES)
 
     def receive() -> None:
         view = memoryview(incoming)
         while view:
             count = connection.recv_into(view)
-            assert count, "the other end of the socket pair is gone"
+            assert count, "the child process has closed the connection"
             view = view[count:]
 
     best = float("inf")

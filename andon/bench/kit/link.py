@@ -1,8 +1,8 @@
-"""A network for a benchmark alone: the loopback of a new network namespace (Linux).
+"""A separate network for a benchmark: the loopback of a new network namespace (Linux).
 
-Andon's sockets to this machine set their own congestion control (`andon.transport.tcp.connect`). gloo's take
-the system's default, which may pace what they send (bbr), and cannot be set from outside. In a namespace of
-its own the default is the same for all. With a rate, the loopback carries no more than that.
+Andon's sockets to this machine set their own congestion control (`andon.transport.tcp.connect`). gloo's sockets use the
+system's default, which may pace what they send (bbr) and cannot be set from outside. In a new namespace the default can
+be set for all sockets. A rate limits the loopback.
 """
 
 import ctypes
@@ -27,10 +27,11 @@ CONGESTION_CONTROL: Final = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def enter_network(rate: str = "") -> str:
-    """Move this process, and those it starts, to a network of its own; what could not be done, if anything.
+    """Move this process, and those it starts, to a new network; returns a note if that is not possible.
 
-    Without root this needs a user namespace, which a process with threads cannot enter: call it before torch
-    is imported. A rate (4gbit) must be possible, or it is an error."""
+    Without root this needs a user namespace, which a process with threads cannot enter: call it before torch is
+    imported. If a rate (4gbit) is given and cannot be set, that is an error.
+    """
     try:
         _new_namespace()
         _set_loopback_up()

@@ -1,4 +1,4 @@
-"""What all benchmarks share: the slowest rank counts, medians of ratios, rows as a table or as JSON."""
+"""Results of benchmarks: the slowest rank, medians of ratios, rows as a table or as JSON."""
 
 import json
 import statistics
@@ -13,13 +13,13 @@ Turns = dict[str, list[float]]
 
 
 def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> Turns:
-    """In each turn the value of the slowest rank."""
+    """The seconds of the slowest rank in each turn."""
     names = by_rank[0]
     return {name: [max(turn) for turn in zip(*(each[name] for each in by_rank), strict=True)] for name in names}
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """The median of the ratios of each turn: a slow moment of the machine counts on both sides."""
+    """The median of the ratios of each turn, so that a slow moment of the machine affects both sides."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
@@ -38,7 +38,7 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], as_json: bool, notes: Se
     console = Console()
     console.print(table)
     if "ratio" in names:
-        notes = [*notes, "ratio: the median over pairs of turns that were measured one after the other"]
+        notes = [*notes, "ratio: median over pairs of turns that were measured one after the other"]
     for note in notes:
         console.print(note)
 

@@ -1,4 +1,4 @@
-"""The servers that some transports need, in the process that waits for a benchmark's ranks."""
+"""The servers that some transports need, in threads of the process that starts a benchmark's ranks."""
 
 import threading
 from contextlib import suppress
@@ -14,11 +14,11 @@ JOIN_SECONDS = 60.0
 
 
 def find_transport(name: str) -> Transport:
-    """A transport by its name, which may end in `:bf16`."""
+    """Find a transport by its name, which may end in `:bf16`."""
     if found := TRANSPORTS.get(name.partition(":")[0]):
         return found
-    cause = "A transport is how ranks exchange"
-    raise UserError(f"There is no transport {name!r}", cause, f"Choose one of {', '.join(TRANSPORTS)}")
+    cause = f"Transports: {', '.join(TRANSPORTS)}"
+    raise UserError(f"There is no transport {name!r}", cause, "Choose one of these")
 
 
 def check_needs_no_server(name: str) -> None:
@@ -31,7 +31,7 @@ def check_needs_no_server(name: str) -> None:
 
 
 def start_server(name: str, ranks: int, token: str) -> int | None:
-    """Start the server of a transport, if it has one; its port."""
+    """Start the server of a transport and return its port; None if it needs no server."""
     transport = find_transport(name)
     if transport.needs_server:
         keys = LinkKeys.derive(token.encode(), SERVER, ranks)
@@ -47,7 +47,7 @@ def start_server(name: str, ranks: int, token: str) -> int | None:
 
 def _average(server: GradientServer, ranks: int) -> None:
     dialogue = Dialogue()
-    with server, suppress(GroupError):  # the ranks have left, or tell themselves what is wrong
+    with server, suppress(GroupError):  # the ranks have left, or report the error themselves
         server.wait_for_workers(ranks, JOIN_SECONDS)
         while True:
             server.broadcast(server.collect(dialogue))

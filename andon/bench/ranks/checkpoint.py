@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from blake3 import blake3
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from andon.bench.kit.rank import join
 from andon.bench.ranks.train import RandomBatches, initialised, make_optimizer, make_trainer
 from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
 from andon.checkpoint.disk.format import CHUNK_BYTES
@@ -25,24 +26,21 @@ from andon.integrity.fingerprint import as_bytes
 from andon.model.shape import SHAPES
 from andon.optim.sharding import Zero
 from andon.transport.base import fastest_here, open_group
-from andon.transport.torch_dist import StoreRendezvous
 
 PLAIN_STEPS = 3
-MOST_STEPS = 40  # during one save; after that the end of the save is waited for, which would count as its stall
+MOST_STEPS = 40  # while a save is written; then the loop waits for its end, which would count as stall
 
 
 class Bench:
     """One rank: a model that trains, and its checkpointer."""
 
     def __init__(self, task: dict[str, Any]) -> None:
-        store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
-        rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=120.0)
-        self.group = open_group(fastest_here(task["ranks"]), rendezvous)
+        self.group = open_group(fastest_here(task["ranks"]), join(task))
         self.is_rank_0, self.folder = self.group.rank == 0, Path(task["folder"])
         shape = SHAPES[task["preset"]]
         optimizer = make_optimizer(initialised(shape), self.group, Zero("off"))
         facts = RunFacts(self.folder, state={}, files={})
-        self.checkpointer = Checkpointer(optimizer, facts, SaveSettings(keep=1), self._tell)
+        self.checkpointer = Checkpointer(optimizer, facts, SaveSettings(keep=1), self._on_event)
         batches = RandomBatches(shape, task["tokens"], seed=task["rank"])
         self.trainer = make_trainer(optimizer, batches, self.checkpointer)
         self.arena = optimizer.model.arena
@@ -51,20 +49,20 @@ class Bench:
         self.bytes = sum(flat.nbytes for flat in self.flats)
         self.saves: list[dict[str, Any]] = []
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _on_event(self, kind: str, **fields: Any) -> None:
         if kind == "save_failed":
             raise RuntimeError(fields["reason"])
         if kind == "checkpoint":
             self.saves.append(fields)
 
     def step(self) -> float:
-        """One step as in training; its seconds."""
+        """Do one training step; returns its seconds."""
         started = time.perf_counter()
         self.trainer.train_step()
         return time.perf_counter() - started
 
     def timed(self, work: Callable[[], object]) -> float:
-        """Rank 0 does something while the others wait; its seconds."""
+        """Let rank 0 do a work while the others wait; returns its seconds."""
         self.group.barrier()
         started = time.perf_counter()
         if self.is_rank_0:
@@ -73,17 +71,17 @@ class Bench:
         self.group.barrier()
         return seconds
 
-    def all_see(self, done: bool) -> bool:
-        """Whether it is done in the eyes of rank 0."""
+    def rank_0_is(self, done: bool) -> bool:
+        """Whether rank 0 passed True; every rank gets the same answer."""
         return self.group.all_gather_bytes(b"1" if done else b"")[0] == b"1"
 
     def copy(self) -> None:
-        """One plain copy of the state."""
+        """Copy the state once."""
         for flat, copy in zip(self.flats, self.copies, strict=True):
             copy.copy_(flat)
 
     def write(self) -> None:
-        """Plain writes of as many bytes, then fsync: what dd does."""
+        """Write the bytes of the state plainly, then fsync, as dd does."""
         path = self.folder / "plain"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for flat in self.flats:
@@ -95,12 +93,12 @@ class Bench:
         path.unlink()
 
     def save_in_background(self) -> tuple[float, float, float, float]:
-        """A save while training: stall, the step during the snapshot, those while writing, seconds."""
+        """Save while training. Returns seconds: stall, step with the snapshot, median step while writing, the save."""
         before = len(self.saves)
         self.checkpointer.save(self.trainer.progress.step)
         with_snapshot = self.step()
         writing: list[float] = []
-        while not self.all_see(len(self.saves) > before) and len(writing) < MOST_STEPS:
+        while not self.rank_0_is(len(self.saves) > before) and len(writing) < MOST_STEPS:
             writing.append(self.step())
         self.checkpointer.finish()
         save = self.saves[-1]
@@ -108,8 +106,8 @@ class Bench:
         return stall, with_snapshot, statistics.median(writing or [with_snapshot]), save["seconds"]
 
     def async_save_in_background(self) -> tuple[float, float]:
-        """The same with async_save of rank 0: stall, and the steps while it writes."""
-        folder = self.folder / "theirs"
+        """Save with async_save on rank 0 while training. Returns seconds: stall, median step while it writes."""
+        folder = self.folder / "async_save"
         futures: list[Future[Any]] = []
 
         def save() -> None:
@@ -123,14 +121,14 @@ class Bench:
 
         stall = self.timed(save)
         steps = [self.step()]
-        while not self.all_see(all(future.done() for future in futures)) and len(steps) < MOST_STEPS:
+        while not self.rank_0_is(all(future.done() for future in futures)) and len(steps) < MOST_STEPS:
             steps.append(self.step())
         self.timed(lambda: [future.result() for future in futures])
         self.timed(lambda: shutil.rmtree(folder))
         return stall, statistics.median(steps)
 
     def round(self) -> dict[str, float]:
-        """Everything once."""
+        """Measure everything once."""
         found: dict[str, float] = {"bytes": self.bytes}
         found["step"] = statistics.median(self.step() for _ in range(PLAIN_STEPS))
         found["copy"] = self.timed(self.copy)
@@ -148,13 +146,12 @@ class Bench:
 
 def main(task: dict[str, Any]) -> None:
     """Measure and print the rounds as JSON."""
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     bench = Bench(task)
     if bench.is_rank_0:
         dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     bench.step()
-    bench.round()  # to warm up: the first save of either makes its buffers
+    bench.round()  # warm-up: the first save of each kind allocates its buffers
     results: dict[str, list[float]] = defaultdict(list)
     for _ in range(task["repetitions"]):
         for name, value in bench.round().items():

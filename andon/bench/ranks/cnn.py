@@ -1,24 +1,21 @@
 """One rank of the benchmark of a script: a small CNN with Andon's Python interface and with PyTorch's DDP, in turn."""
 
-import gc
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
+from andon.bench.kit.rank import join, open_gloo, take_turns
 from andon.engine.optimizer import AdamW
 from andon.engine.parallel import DataParallel
 from andon.transport.base import Group, open_group
-from andon.transport.torch_dist import StoreRendezvous
 
-WARM_UP = 5
+WARM_UP = 5  # turns
 LR = 3e-3
 
 
@@ -30,7 +27,7 @@ def network() -> nn.Module:
 
 
 def andon_step(group: Group, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """A step as in the example, with one slot per rank."""
+    """The step of examples/cnn.py, with one slot per rank."""
     model = DataParallel(network(), group, slots=group.world_size)
     optimizer = AdamW(model, lr=LR)
 
@@ -43,7 +40,7 @@ def andon_step(group: Group, x: Tensor, y: Tensor) -> Callable[[], None]:
 
 
 def ddp_step(x: Tensor, y: Tensor) -> Callable[[], None]:
-    """A step as one would write it with PyTorch's DistributedDataParallel and fused AdamW."""
+    """A plain PyTorch step with DistributedDataParallel and fused AdamW."""
     model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
@@ -56,34 +53,23 @@ def ddp_step(x: Tensor, y: Tensor) -> Callable[[], None]:
 
 
 def measure(task: dict[str, Any], images: int, group: Group, gloo: Group) -> dict[str, list[float]]:
-    """Seconds of each one's steps by name."""
+    """Seconds of a step in each turn, with Andon and with DDP."""
     x, y = torch.randn(images, 1, 16, 16), torch.arange(images) % 4
     works = {"andon": andon_step(group, x, y), "ddp": ddp_step(x, y)}
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(task["repetitions"] + WARM_UP):
-        for name, work in works.items():
-            gloo.barrier()
-            started = time.perf_counter()
-            for _ in range(task["steps"]):
-                work()
-            seconds[name].append((time.perf_counter() - started) / task["steps"])
+        take_turns(works, seconds, gloo, task["steps"])
     return {name: each[WARM_UP:] for name, each in seconds.items()}
 
 
 def main(task: dict[str, Any]) -> None:
     """Measure and print the seconds of every step as JSON, by number of images."""
-    torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
-    rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=120.0)
-    gloo = open_group("torch", rendezvous)
+    rendezvous = join(task)
     results = {}
-    for images in task["images"]:
-        with open_group(task["transport"], rendezvous) as group:
-            results[str(images)] = measure(task, images, group, gloo)
-    # A DDP model that outlives the process group joins its threads while it holds the lock that they wait for.
-    gc.collect()
-    gloo.barrier()
-    gloo.close()
+    with open_gloo(rendezvous) as gloo:
+        for images in task["images"]:
+            with open_group(task["transport"], rendezvous) as group:
+                results[str(images)] = measure(task, images, group, gloo)
     print(json.dumps(results), flush=True)
 
 

@@ -1,6 +1,5 @@
-"""One rank of the benchmark of fine-tuning: the Trainer of Hugging Face, and after each of its turns one of Andon."""
+"""One rank of the fine-tuning benchmark: after each turn of Hugging Face's Trainer comes a turn of Andon."""
 
-import gc
 import json
 import os
 import sys
@@ -9,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
+from andon.bench.kit.rank import join, open_gloo
 from andon.config.finetune import FinetuneConfig
 from andon.data.batches import NO_TARGET
 from andon.finetune.base import Base
@@ -24,11 +23,10 @@ from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 from andon.finetune.samples.tokenize import prepare_samples
 from andon.run.records.events import no_event
 from andon.transport.base import Group, open_group
-from andon.transport.torch_dist import StoreRendezvous
 
 
 class InOrder(Dataset[dict[str, list[int]]]):
-    """The samples in the order in which Andon's slots take them: of each step first those of rank 0."""
+    """The samples in the order of Andon's steps and slots; within a step those of rank 0 come first."""
 
     def __init__(self, samples: SampleSet, config: FinetuneConfig) -> None:
         batches, slots = SampleBatches(samples, config), range(config.train.slots)
@@ -45,7 +43,7 @@ class InOrder(Dataset[dict[str, list[int]]]):
 
 
 class Plain(HuggingFaceTrainer):  # type: ignore[misc]
-    """The Trainer as it is, in the order of the samples; it keeps the loss of every step."""
+    """The Trainer, reading the samples in order and keeping the loss of every step."""
 
     losses: list[Tensor]
 
@@ -59,7 +57,7 @@ class Plain(HuggingFaceTrainer):  # type: ignore[misc]
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]
-    """After each turn of the Trainer, a turn of Andon; seconds of each step of both."""
+    """Does a turn of Andon after each turn of the Trainer, and keeps the seconds of a step of both."""
 
     def __init__(self, run: FineTuning, gloo: Group, steps: int) -> None:
         self.run, self.gloo, self.steps = run, gloo, steps
@@ -84,7 +82,7 @@ class Turns(TrainerCallback):  # type: ignore[misc]
 
 
 def collate(padding: int, rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """Samples as a padded batch."""
+    """Pad samples into a batch."""
     longest = max(len(row["ids"]) for row in rows)
 
     def padded(name: str, filler: int) -> Tensor:
@@ -132,34 +130,30 @@ def make_trainer(config: FinetuneConfig, samples: SampleSet, steps: int, folder:
     return trainer
 
 
-def main(task: dict[str, Any]) -> None:
-    """Measure and print seconds and losses as JSON."""
-    torch.set_num_threads(1)
-    rank, ranks = task["rank"], task["ranks"]
-    # What the Trainer asks for; the process group is there already.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task["port"]))
-    store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
-    rendezvous = StoreRendezvous(store, rank, ranks, timeout=120.0)
-    gloo = open_group("torch", rendezvous)
+def measure(task: dict[str, Any], group: Group, gloo: Group) -> dict[str, Any]:
+    """Train with both in turn: seconds of a step in each turn, losses of every step."""
     config = FinetuneConfig.model_validate(task["config"])
     samples = prepare_samples(config, Base(config.model))
-    with open_group(task["transport"], rendezvous) as group:
-        builder = FineTuningBuilder(config, samples)
-        run = builder.loop(builder.first(group, torch.device("cpu"), no_event), no_event)
-        trainer = make_trainer(config, samples, task["turns"] * task["steps"], f"{config.run.dir}-trainer")
-        turns = Turns(run, gloo, task["steps"])
-        trainer.add_callback(turns)
-        trainer.train()
-        run.trainer.close()
-    losses = [float(loss) for loss in trainer.losses]
-    del trainer, run
-    turns.run = None  # type: ignore[assignment]
-    # A DDP model that outlives the process group joins its threads while it holds the lock that they wait for.
-    gc.collect()
-    gloo.barrier()
-    gloo.close()
-    print(json.dumps({"seconds": turns.seconds, "andon": turns.losses, "trainer": losses}), flush=True)
+    builder = FineTuningBuilder(config, samples)
+    run = builder.loop(builder.first(group, torch.device("cpu"), no_event), no_event)
+    trainer = make_trainer(config, samples, task["turns"] * task["steps"], f"{config.run.dir}-trainer")
+    turns = Turns(run, gloo, task["steps"])
+    trainer.add_callback(turns)
+    trainer.train()
+    run.trainer.close()
+    return {"seconds": turns.seconds, "andon": turns.losses, "trainer": [float(loss) for loss in trainer.losses]}
+
+
+def main(task: dict[str, Any]) -> None:
+    """Measure and print seconds and losses as JSON."""
+    rank, ranks = str(task["rank"]), str(task["ranks"])
+    # The Trainer reads these variables, and then uses the process group that is open already.
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task["port"]))
+    rendezvous = join(task)
+    with open_gloo(rendezvous) as gloo, open_group(task["transport"], rendezvous) as group:
+        found = measure(task, group, gloo)
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One rank of what `andon bench goodput` compares with: a training script as one writes it with PyTorch for torchrun.
+"""One rank of the peer in `andon bench goodput`: a plain PyTorch training script for torchrun.
 
-DistributedDataParallel over gloo, fused AdamW, and every so many steps a checkpoint that rank 0 writes; torchrun starts
-all ranks again when one has died, and they go on from the newest checkpoint. Steps are written as JSON lines.
+It uses DistributedDataParallel over gloo and fused AdamW. Rank 0 writes a checkpoint every `save_every` steps. When a
+rank has died, torchrun restarts all ranks, and they resume from the newest checkpoint. Each step is a JSON line.
 """
 
 import json
@@ -24,7 +24,7 @@ CHECKPOINT = Path("checkpoint.safetensors")
 
 
 def write(event: dict[str, Any]) -> None:
-    """Append a line."""
+    """Append an event to metrics.jsonl."""
     with open("metrics.jsonl", "a") as file:
         file.write(json.dumps({**event, "time": time.time()}) + "\n")
 
@@ -40,7 +40,7 @@ def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Go on from the newest checkpoint."""
+    """Resume from the newest checkpoint."""
     tensors = load_file(CHECKPOINT)
     model.load_state_dict({name[6:]: value for name, value in tensors.items() if name.startswith("model.")})
     state: dict[int, dict[str, Tensor]] = {}
@@ -52,7 +52,7 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def main(task: dict[str, Any]) -> None:
-    """Train for ever."""
+    """Train until the process is killed."""
     torch.set_num_threads(1)
     write({"event": "worker", "pid": os.getpid()})
     dist.init_process_group("gloo")

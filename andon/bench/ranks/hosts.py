@@ -1,4 +1,4 @@
-"""One rank of the benchmark on hosts: `python -m andon.bench.ranks.hosts '{...}'` prints its timings."""
+"""One rank of the benchmark on namespaced hosts: `python -m andon.bench.ranks.hosts '{...}'` prints its timings."""
 
 import gc
 import json
@@ -12,15 +12,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from andon.bench.ranks.train import (
-    WARM_UP,
-    RandomBatches,
-    ddp_step,
-    initialised,
-    make_optimizer,
-    make_trainer,
-    take_turns,
-)
+from andon.bench.kit.rank import TIMEOUT, take_turns
+from andon.bench.ranks.train import WARM_UP, RandomBatches, ddp_step, initialised, make_optimizer, make_trainer
 from andon.cluster.star_process import star_process
 from andon.control.token import Credentials
 from andon.model.shape import SHAPES
@@ -29,12 +22,12 @@ from andon.transport.base import TRANSPORTS, Group, Settings, open_group
 from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous
 
-TIMEOUT = 120.0
 PORT = 29512
+"""Where rank 0 serves the store at which the ranks meet."""
 
 
 def open_named(name: str, rendezvous: StoreRendezvous, host: str, stack: ExitStack) -> Group:
-    """A group over a transport; `ring:bf16` is the ring with bf16 on the wire."""
+    """Open a group; `ring:bf16` is the ring with bf16 on the wire. Rank 0 starts the server of a star."""
     transport, _, suffix = name.partition(":")
     wire: Wire = "bf16" if suffix == "bf16" else "f32"
     rank, size = rendezvous.rank, rendezvous.world_size
@@ -42,15 +35,15 @@ def open_named(name: str, rendezvous: StoreRendezvous, host: str, stack: ExitSta
     credentials = Credentials(token, secret=name.encode())
     server = None
     if TRANSPORTS[transport].needs_server:
-        mine = stack.enter_context(star_process(host, size, TIMEOUT, credentials)) if rank == 0 else ("", 0)
-        place = rendezvous.exchange(name, f"{mine[0]} {mine[1]}")[0].split()
-        server = (place[0], int(place[1]))
+        own = stack.enter_context(star_process(host, size, TIMEOUT, credentials)) if rank == 0 else ("", 0)
+        star_host, star_port = rendezvous.exchange(name, f"{own[0]} {own[1]}")[0].split()
+        server = (star_host, int(star_port))
     keys = credentials.issue(rank, size, 0).sealed(token)
     return open_group(transport, rendezvous, Settings(TIMEOUT, wire, host, server, keys))
 
 
 def main(task: dict[str, Any]) -> None:
-    """Measure every transport and DDP, a step each in turn, and print seconds as JSON."""
+    """Time a step over every transport and of DDP, in turn, and print the seconds as JSON."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     rank, size, wait = task["rank"], task["ranks"], timedelta(seconds=TIMEOUT)
@@ -71,7 +64,7 @@ def main(task: dict[str, Any]) -> None:
         for _ in range(task["repetitions"] + WARM_UP):
             take_turns(works, seconds, gloo)
         works.clear()
-        gc.collect()  # a DDP model that outlives the process group can hang in its end
+        gc.collect()  # a DDP model that outlives the process group can hang when it is freed
         gloo.barrier()
     print(json.dumps({name: each[WARM_UP:] for name, each in seconds.items()}), flush=True)
 

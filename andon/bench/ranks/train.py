@@ -1,22 +1,20 @@
 """One rank of the training benchmark: `python -m andon.bench.ranks.train '{...}'` prints its timings.
 
-Each rank holds the same model several times: under Andon's step and under what PyTorch has of it. They take
-turns, a step each, so that what disturbs the machine disturbs all of them alike.
+Each rank holds the same model several times: in Andon's step and in PyTorch's counterparts. They take turns, a step
+each, so that other load on the machine slows all of them alike.
 """
 
-import gc
 import json
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from andon.bench.kit.rank import join, open_gloo, take_turns
 from andon.checkpoint.checkpointer import Checkpointer
 from andon.engine.loader import IntArray
 from andon.engine.optimizer import AdamW
@@ -26,7 +24,6 @@ from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
 from andon.optim.sharding import Zero
 from andon.transport.base import Group, open_group
-from andon.transport.torch_dist import StoreRendezvous
 
 LR = 1e-4
 ENDLESS = 1 << 60
@@ -35,7 +32,7 @@ TORCH_ZERO = ("torch", "torch_bucket_view")
 
 
 class RandomBatches:
-    """Random tokens, the same in every step: what they are does not matter here."""
+    """Random tokens, the same in every step: their values do not matter here."""
 
     def __init__(self, shape: Shape, tokens: int, seed: int) -> None:
         context = min(tokens, shape.context)
@@ -47,16 +44,16 @@ class RandomBatches:
         return self._batch
 
     def windows(self, step: int, slot: int) -> list[int]:
-        """They have no numbers."""
+        """Random tokens come from no numbered windows."""
         return []
 
     def name(self, window: int) -> int:
-        """Nor names."""
+        """The name of a window is its number."""
         return window
 
 
 def initialised(shape: Shape) -> Llama:
-    """The model, the same every time."""
+    """A model with the same initial weights every time."""
     model = Llama(shape)
     model.initialise(1)
     return model
@@ -74,7 +71,7 @@ def make_trainer(optimizer: AdamW, batches: RandomBatches, checkpointer: Checkpo
 
 
 def ddp_step(shape: Shape, batches: RandomBatches) -> Callable[[], None]:
-    """A step as one would write it with PyTorch's DistributedDataParallel and fused AdamW."""
+    """A plain PyTorch step with DistributedDataParallel and fused AdamW."""
     model = initialised(shape)
     matrices = [value for value in model.parameters() if value.dim() > 1]
     vectors = [value for value in model.parameters() if value.dim() == 1]
@@ -92,7 +89,7 @@ def ddp_step(shape: Shape, batches: RandomBatches) -> Callable[[], None]:
 
 
 def torch_zero_update(shape: Shape, bucket_view: bool) -> Callable[[], Any]:
-    """PyTorch's own ZeRO-1 on any gradients: AdamW on this rank's parameters, then a broadcast of everyone's."""
+    """PyTorch's own ZeRO-1 on random gradients: AdamW on this rank's parameters, then a broadcast of all parameters."""
     model = initialised(shape)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
@@ -109,17 +106,8 @@ def torch_zero_update(shape: Shape, bucket_view: bool) -> Callable[[], Any]:
     return optimizer.step
 
 
-def take_turns(works: Mapping[str, Callable[[], Any]], seconds: dict[str, list[float]], gloo: Group) -> None:
-    """Do each work once, all ranks together, and note its time."""
-    for name, work in works.items():
-        gloo.barrier()
-        started = time.perf_counter()
-        work()
-        seconds[name].append(time.perf_counter() - started)
-
-
 def measure(task: dict[str, Any], tokens: int, groups: Sequence[Group], gloo: Group) -> dict[str, Any]:
-    """Seconds of each one's steps by name, and the phases of the first of Andon's."""
+    """Seconds of every step by contestant, and the milliseconds of each phase of Andon's."""
     shape = SHAPES[task["preset"]]
     batches = RandomBatches(shape, tokens, seed=task["rank"])
     policies = (Zero("even"), Zero("off")) if task["zero"] else (Zero("even"), Zero("even"))
@@ -145,20 +133,16 @@ def measure(task: dict[str, Any], tokens: int, groups: Sequence[Group], gloo: Gr
 
 def main(task: dict[str, Any]) -> None:
     """Measure every batch size and print seconds and phases as JSON."""
-    torch.set_num_threads(1)
+    rendezvous = join(task)
     torch.use_deterministic_algorithms(True)
-    store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
-    rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=120.0)
-    gloo = open_group("torch", rendezvous)
     results = {}
-    for tokens in task["tokens"]:
-        groups = [open_group(task["transport"], rendezvous) for _ in range(2)]
-        results[str(tokens)] = measure(task, tokens, groups, gloo)
-        for group in groups:
-            group.close()
-    gc.collect()  # a DDP model that outlives the process group can hang in its end
-    gloo.barrier()
-    gloo.close()
+    with open_gloo(rendezvous) as gloo:
+        for tokens in task["tokens"]:
+            with (
+                open_group(task["transport"], rendezvous) as first,
+                open_group(task["transport"], rendezvous) as second,
+            ):
+                results[str(tokens)] = measure(task, tokens, (first, second), gloo)
     print(json.dumps(results), flush=True)
 
 

@@ -1,8 +1,8 @@
 """One rank of the transport benchmark: `python -m andon.bench.ranks.transport '{...}'` prints its timings.
 
-All ranks open every transport, then take turns: each repetition does every transport once, so that what
-disturbs the machine disturbs all of them alike. A turn is a few all-reduces in a row (one, when the vector is
-large), after one that does not count, between two barriers.
+All ranks open every transport. Each repetition gives every transport one turn, so that other load on the machine slows
+all of them alike. A turn is a few all-reduces in a row (one, if the vector is large) between two barriers, after one
+that is not timed.
 """
 
 import json
@@ -14,20 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
+from andon.bench.kit.rank import join
 from andon.transport.base import Group, Settings, open_group
 from andon.transport.keys import LinkKeys
 from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous
 
-Turn = Callable[[], None]
-BATCH_BYTES = 32 << 20
-LONGEST_BATCH = 40
+AllReduce = Callable[[], None]
+WARM_UP = 2  # turns
+TURN_BYTES = 32 << 20
+MOST_PER_TURN = 40  # all-reduces
 
 
 def open_all(names: list[str], rendezvous: StoreRendezvous, servers: dict[str, int]) -> dict[str, Group]:
-    """A group per transport; `ring:bf16` is the ring with bf16 on the wire, `torch` shares gloo's."""
+    """Open a group per transport; `ring:bf16` is the ring with bf16 on the wire, `torch` shares gloo's group."""
     keys = LinkKeys.derive(os.environ["ANDON_TOKEN"].encode(), rendezvous.rank, rendezvous.world_size)
     groups: dict[str, Group] = {"gloo": open_group("torch", rendezvous)}
     for name in names:
@@ -38,47 +39,44 @@ def open_all(names: list[str], rendezvous: StoreRendezvous, servers: dict[str, i
     return groups
 
 
-def turns_of(groups: dict[str, Group], vectors: dict[str, torch.Tensor], numel: int) -> dict[str, Turn]:
-    """What each transport does in its turn: all-reduce a vector of its own."""
+def all_reduces(groups: dict[str, Group], vectors: dict[str, torch.Tensor], numel: int) -> dict[str, AllReduce]:
+    """The all-reduce of each transport, over its own vector."""
 
-    def turn(name: str, group: Group, vector: torch.Tensor) -> Turn:
+    def all_reduce(name: str, group: Group, vector: torch.Tensor) -> AllReduce:
         if name == "gloo":
             return lambda: dist.all_reduce(vector) and None
         return lambda: group.all_reduce(vector)
 
-    return {name: turn(name, group, vectors[name][:numel]) for name, group in groups.items()}
+    return {name: all_reduce(name, group, vectors[name][:numel]) for name, group in groups.items()}
 
 
-def measure(turns: dict[str, Turn], meet: Turn, batch: int, repetitions: int) -> dict[str, list[list[float]]]:
+def measure(works: dict[str, AllReduce], gloo: Group, per_turn: int, repetitions: int) -> dict[str, list[list[float]]]:
     """Per transport and repetition: seconds and processor seconds of one all-reduce."""
-    results: dict[str, list[list[float]]] = {name: [] for name in turns}
-    for repetition in range(-2, repetitions):
-        for name, turn in turns.items():
-            meet()
-            turn()  # ranks leave the barrier at unlike times, and this turn almost at once
+    results: dict[str, list[list[float]]] = {name: [] for name in works}
+    for repetition in range(-WARM_UP, repetitions):
+        for name, all_reduce in works.items():
+            gloo.barrier()
+            all_reduce()  # ranks leave the barrier at different times, but an all-reduce almost together
             seconds, processor = time.perf_counter(), time.process_time()
-            for _ in range(batch):
-                turn()
+            for _ in range(per_turn):
+                all_reduce()
             seconds, processor = time.perf_counter() - seconds, time.process_time() - processor
-            meet()
+            gloo.barrier()
             if repetition >= 0:
-                results[name].append([seconds / batch, processor / batch])
+                results[name].append([seconds / per_turn, processor / per_turn])
     return results
 
 
 def main(task: dict[str, Any]) -> None:
     """Measure all sizes and print the timings as JSON."""
-    torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", task["port"], wait_for_workers=False)
-    rendezvous = StoreRendezvous(store, task["rank"], task["ranks"], timeout=60.0)
-    groups = open_all(task["transports"], rendezvous, task["servers"])
+    groups = open_all(task["transports"], join(task), task["servers"])
     longest = max(task["sizes"]) // 4
     vectors = {name: group.allocate(1, longest)[0].fill_(0) for name, group in groups.items()}
     timings = {}
     for size in task["sizes"]:
-        batch = max(1, min(LONGEST_BATCH, BATCH_BYTES // max(1, size)))
-        turns = turns_of(groups, vectors, size // 4)
-        timings[size] = measure(turns, groups["gloo"].barrier, batch, task["repetitions"])
+        per_turn = max(1, min(MOST_PER_TURN, TURN_BYTES // max(1, size)))
+        works = all_reduces(groups, vectors, size // 4)
+        timings[size] = measure(works, groups["gloo"], per_turn, task["repetitions"])
     for group in reversed(groups.values()):
         group.barrier()
         group.close()

@@ -1,13 +1,13 @@
-// The page: fetches a run once, then listens for what is new; nothing is asked for twice.
+// The page: fetches a run once, then receives only what is new.
 import { Chart, count, shown, smooth } from "./charts.js";
-import { $, make, showFigures, showHalt, showLamps, showLanes, showNotes, showSamples, showSaves, showStatus, showStrip } from "./panels.js";
+import { $, lampText, make, showFigures, showHalt, showLamps, showLanes, showNotes, showSamples, showSaves, showStatus, showStrip } from "./panels.js";
 
 const COLORS = ["--optimizer", "--save", "--backward", "--exchange", "--forward"];
 const OPTIONAL = ["mfu", "accuracy"], SMALL = ["tokens_per_s", "grad_norm", "lr", ...OPTIONAL];
 const MOST_POINTS = 2400;
 const page = { runs: [], key: "", run: null, compared: new Map(), range: null, zoomed: null, log: null, stream: null, drawn: 0 };
 
-async function ask(path) {
+async function fetchJson(path) {
   const answer = await fetch(path);
   if (answer.status === 401) location.assign("/login");
   if (!answer.ok) throw new Error(await answer.text());
@@ -18,12 +18,12 @@ const linkState = (text, lamp) => { $("link").textContent = text; $("link").clas
 async function open(key) {
   page.stream?.close();
   page.key = key;
-  page.run = await ask(`/api/runs/${key}`);
+  page.run = await fetchJson(`/api/runs/${key}`);
   page.zoomed = null;
   if (page.range) await zoom(page.range);
   render();
   listen();
-  if (page.run.partial) linkState("reading the rest", "partial");
+  if (page.run.partial) linkState("loading all steps", "partial");
 }
 
 function listen() {
@@ -36,22 +36,22 @@ function listen() {
   stream.addEventListener("reload", () => open(page.key));
 }
 
-// Whether to draw the curves again: drawing takes the processor that trains. A long curve changes by a hair in a second.
+// Whether to redraw the curves. Drawing takes processor time from training, and a long curve changes little in a second.
 function isDue() {
   const pause = page.run.curve.step.length < 200 || page.run.status.state !== "running" ? 0 : 4000;
   return performance.now() - page.drawn > pause;
 }
 const isSeen = element => { const box = element.getBoundingClientRect(); return box.bottom > 0 && box.top < innerHeight; };
 
-// Tell a screen reader what matters: a new state, and a lamp that changed. Numbers change all the time, and are not told.
+// Announce a new state and changed lamps to screen readers, but no numbers, which change all the time.
 function announce(run, delta) {
   const news = delta.status && delta.status.state !== run.status.state ? [`The run is ${delta.status.state}.`] : [];
   for (const [seat, worker] of (delta.workers ?? []).entries())
-    if (worker.lamp !== run.workers[seat]?.lamp) news.push(`Rank ${worker.rank}: ${worker.lamp === "cord" ? "pulled the cord" : worker.lamp}.`);
+    if (worker.lamp !== run.workers[seat]?.lamp) news.push(`Rank ${worker.rank}: ${lampText(worker.lamp)}.`);
   if (news.length) speak(news.slice(0, 6).join(" "));
 }
 
-// Put a delta into what is known of a run.
+// Merge a delta into the data of a run.
 function merge(run, delta) {
   const { rows, cut, strip, ...sections } = delta;
   announce(run, delta);
@@ -65,14 +65,14 @@ function merge(run, delta) {
   if (rows) {
     for (const name in rows) if (!(name in curve) && rows[name].some(value => value != null)) curve[name] = curve.step.map((_, i) => curve[name.replace(/_(low|high)$/, "")]?.[i] ?? null);
     for (const name in curve) curve[name].push(...(rows[name] ?? rows[name.replace(/_(low|high)$/, "")] ?? rows.step.map(() => null)));
-    if (curve.step.length > MOST_POINTS) ask(`/api/runs/${page.key}/curve?from=0&to=1e15`).then(whole => { run.curve = whole; render(); });
+    if (curve.step.length > MOST_POINTS) fetchJson(`/api/runs/${page.key}/curve?from=0&to=1e15`).then(whole => { run.curve = whole; render(); });
   }
   if (strip) run.strip = [...run.strip, ...strip].slice(-160);
 }
 
 async function zoom(range) {
   page.range = range && range[1] - range[0] >= 2 ? range : null;
-  page.zoomed = page.range && await ask(`/api/runs/${page.key}/curve?from=${page.range[0]}&to=${page.range[1]}`);
+  page.zoomed = page.range && await fetchJson(`/api/runs/${page.key}/curve?from=${page.range[0]}&to=${page.range[1]}`);
   render();
 }
 
@@ -176,19 +176,19 @@ async function choose(key) {
   showRuns();
 }
 async function compare(run) {
-  if (!page.compared.delete(run.key)) page.compared.set(run.key, { name: run.name, curve: (await ask(`/api/runs/${run.key}`)).curve });
+  if (!page.compared.delete(run.key)) page.compared.set(run.key, { name: run.name, curve: (await fetchJson(`/api/runs/${run.key}`)).curve });
   showRuns();
   render();
 }
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
-  try { localStorage.setItem("andon-theme", theme); } catch { /* a private window */ }
+  try { localStorage.setItem("andon-theme", theme); } catch { /* storage is not available */ }
   if (page.run) render();
 }
 const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 const toggleLog = () => { page.log = !isLog(); render(); };
-// A logarithmic scale, unless the reader has chosen, where the loss has fallen to a fraction: the end would look flat.
+// The viewer's choice; by default logarithmic if the loss has fallen to a sixth, because its end would look flat.
 function isLog() {
   const known = page.run.curve.loss.filter(value => value > 0);
   return page.log ?? (known.length > 50 && Math.max(...known) > 6 * Math.min(...known));
@@ -214,12 +214,12 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page
 let moved;
 for (const what of ["resize", "scroll"]) addEventListener(what, () => { clearTimeout(moved); moved = setTimeout(() => page.run && render(), 150); }, { passive: true });
 
-try { document.documentElement.dataset.theme = localStorage.getItem("andon-theme") ?? ""; } catch { /* a private window */ }
+try { document.documentElement.dataset.theme = localStorage.getItem("andon-theme") ?? ""; } catch { /* storage is not available */ }
 if (!document.documentElement.dataset.theme) delete document.documentElement.dataset.theme;
 async function begin() {
-  page.runs = await ask("/api/runs");
+  page.runs = await fetchJson("/api/runs");
   const wanted = page.runs.find(run => run.key === location.hash.slice(1)) ?? page.runs.toSorted((a, b) => b.time - a.time)[0];
-  if (!wanted) { $("name").textContent = "No run yet"; $("state").textContent = "The page opens when one begins."; setTimeout(begin, 2000); return; }
+  if (!wanted) { $("name").textContent = "No run yet"; $("state").textContent = "This page shows the first run when it starts."; setTimeout(begin, 2000); return; }
   await open(wanted.key);
   showRuns();
 }

@@ -1,4 +1,4 @@
-// Curves with uPlot: joined series over steps, one cursor for all charts, a readout in words, arrow keys.
+// Curves with uPlot: joined series over steps, one cursor for all charts, a spoken readout, arrow keys.
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 
@@ -11,7 +11,7 @@ export function shown(value, digits = 4) {
 }
 export const count = value => value == null ? "–" : Math.round(value).toLocaleString("en");
 
-// The mean over a window that grows with the curve, so that the trend is seen through the noise.
+// A moving average over a window that grows with the curve, to show the trend in the noise.
 export function smooth(values) {
   const reach = Math.floor(values.length / 60);
   if (reach < 1) return values;
@@ -93,7 +93,7 @@ export class Chart {
     context.beginPath(); context.moveTo(left, y); context.lineTo(left + width, y); context.stroke();
     context.restore();
   }
-  // The values under the cursor: for each line the last one that it has there.
+  // The step at the cursor, and the value of each line there: its last one up to that step.
   readout() {
     const at = this.index;
     if (at == null || !this.plot) return null;

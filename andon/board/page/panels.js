@@ -1,10 +1,10 @@
-// Everything on the page that is not a curve. Text from a run goes into the page as text only.
+// Everything on the page except the curves. Text from a run is inserted as text, never as HTML.
 import { count, shown } from "./charts.js";
 
 export const $ = id => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 
-// An element with attributes and children; a string becomes text.
+// Create an element with attributes and children; a string becomes text.
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) if (value != null) element.setAttribute(name, value);
@@ -22,9 +22,9 @@ export const duration = seconds => {
   return hours ? `${hours} h ${String(minutes).padStart(2, "0")} min` : minutes ? `${minutes}:${String(all % 60).padStart(2, "0")} min` : `${all} s`;
 };
 const clock = time => new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
-const WORDS = { running: "running", waiting: "waiting", slow: "slow", lost: "lost", cord: "pulled the cord", stopped: "stopped", done: "done", silent: "silent" };
+export const lampText = lamp => lamp === "cord" ? "pulled the cord" : lamp;
 
-// Put new children into an element only if something has changed, so that what a person has selected stays.
+// Whether the data of an element has changed. Unchanged elements are not rebuilt, so that selected text stays selected.
 const drawn = new WeakMap();
 function changed(element, value) {
   const text = JSON.stringify(value);
@@ -59,7 +59,7 @@ export function showLamps(workers) {
   $("lamps").replaceChildren(...workers.map(each => {
     const item = make("li", { class: each.lamp, "data-rank": each.rank, title: `rank ${each.rank} ${each.host} ${each.detail}` });
     const detail = each.detail && each.lamp !== "cord" ? each.detail : "";
-    item.append(make("i", { class: "lamp", "aria-hidden": "true" }), make("div", {}, make("b", {}, `rank ${each.rank}`), make("em", {}, WORDS[each.lamp] ?? each.lamp), make("span", {}, detail || each.host || "not here yet")));
+    item.append(make("i", { class: "lamp", "aria-hidden": "true" }), make("div", {}, make("b", {}, `rank ${each.rank}`), make("em", {}, lampText(each.lamp)), make("span", {}, detail || each.host || "unknown host")));
     return item;
   }));
 }
@@ -99,7 +99,7 @@ export function showHalt(halt, status) {
   const fact = (name, value) => value != null && value !== "" && facts.append(make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, String(value))));
   if (first) {
     fact("Worker", `rank ${first.rank} on ${first.host}`);
-    fact("Slot", first.slot ?? "not seen when computed again: a passing fault");
+    fact("Slot", first.slot ?? "not reproduced when computed again: a transient fault");
     fact("Parameter", first.parameter && `${first.parameter}${parameters.length > 1 ? ` and ${parameters.length - 1} more` : ""}`);
     fact("Found", first.count && `${first.kind} in ${count(first.count)} element${first.count > 1 ? "s" : ""}, first at ${count(first.first)}`);
     fact("Samples", (first.samples ?? []).join(", "));
@@ -119,7 +119,7 @@ export function showHalt(halt, status) {
 export function showSamples(samples) {
   if (!changed($("samples"), samples)) return;
   const items = samples.toReversed().map(each => make("li", {}, make("b", {}, `step ${count(each.step)}`), make("p", {}, each.text)));
-  $("samples").replaceChildren(...(items.length ? items : [make("li", { class: "empty" }, "The model writes its first sample soon.")]));
+  $("samples").replaceChildren(...(items.length ? items : [make("li", { class: "empty" }, "No sample yet.")]));
 }
 
 export function showSaves(saves) {
@@ -139,7 +139,7 @@ export function showNotes(notes) {
 const PHASES = ["forward", "backward", "exchange", "optimizer", "save"];
 const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${PHASES.includes(name) ? name : "other"}`).trim();
 
-// A row per worker, a bar per step: how long each phase took. Who waits has much exchange; who is waited for has little.
+// A row per worker and a bar per step: the time of each phase. A worker that waits for others has a long exchange.
 export function showStrip(strip) {
   const ranks = Math.max(0, ...strip.map(([, times]) => Math.max(0, ...Object.values(times).map(each => each.length))));
   if (!ranks) return;
@@ -179,7 +179,7 @@ export function showStrip(strip) {
   $("strip-note").textContent = `Steps ${count(strip[0][0])} to ${count(strip.at(-1)[0])}. A worker that computes longer makes the others wait in exchange.`;
 }
 
-// A lane per worker over time: where it took part, how that ended, and when the membership changed.
+// A lane per worker over time: when it took part, how that ended, and when the membership changed.
 export function showLanes(lanes, generations, status) {
   if (!changed($("lanes"), [lanes, generations, status.state === "running" ? Math.floor(status.time / 2) : status.time, $("lanes").clientWidth])) return;
   const spans = lanes.flatMap(lane => lane.spans), from = Math.min(...spans.map(each => each.start)), to = Math.max(status.time, ...spans.map(each => each.end ?? 0), from + 1);

@@ -1,8 +1,8 @@
 """`andon gradient-server`: averages gradients for workers of any language that speak protocol 2 (`andon.protocol2`).
 
-A session begins when all workers have joined and follows the dialogue that they speak. It ends after `steps` steps, or
-when all workers have left. It is recorded like a training run: events in metrics.jsonl, summary.json, halt.json. Steps
-have the workers' own numbers, which begin with 0.
+A session begins when all workers have joined, and follows the dialogue that they use. It ends after `steps` steps, or
+when all workers have left. It is recorded like a training run, in metrics.jsonl, summary.json and halt.json. Steps have
+the workers' numbers, which begin with 0.
 """
 
 import math
@@ -32,42 +32,42 @@ from andon.transport.address import address_text
 from andon.transport.tcp.connect import is_loopback
 
 PORT: Final = 29412
-"""Where a gradient server listens, unless told otherwise."""
-MOST_LINES: Final = 100
-"""Lines about workers that come and go before the session begins."""
+"""The default port of a gradient server."""
+MOST_EARLY_NOTES: Final = 100
+"""Notes about workers that come and go before the session begins."""
 LEAVE_SECONDS: Final = 5.0
-"""How long the workers have at the end to read what they were sent."""
+"""Time for the workers to receive the last messages at the end."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """What a gradient server is asked to do."""
+    """The options of a gradient server."""
 
     bind: tuple[str, int]
     workers: int
     steps: int
     """0: until the workers leave."""
     samples: int
-    """Samples that are shared out in every step; 0: workers get no assignments."""
+    """Samples per step to assign to the workers; 0: no assignments."""
     allow: Sequence[Network]
     folder: Path
 
 
 def parse_networks(texts: Sequence[str]) -> list[Network]:
-    """The networks that `--allow` names."""
+    """Parse the networks of `--allow`."""
     try:
         return [ip_network(text) for text in texts]
     except ValueError as error:
-        raise UserError("--allow names no network", str(error), "For example --allow 10.0.0.0/24") from None
+        raise UserError("--allow is not a network", str(error), "For example --allow 10.0.0.0/24") from None
 
 
 def serve(service: Service, console: Console) -> int:
-    """Serve one session; gives the exit code."""
+    """Serve one session; returns the exit code."""
     host, port = service.bind
     if not is_loopback(host) and not service.allow:
         cause = f"{host} can be reached from other machines, and protocol 2 has no authentication"
         remedy = "Give --allow NETWORK, for example 10.0.0.0/24, or --bind 127.0.0.1:PORT"
-        raise UserError("A gradient server would take gradients from anyone", cause, remedy)
+        raise UserError("A gradient server would accept gradients from anyone", cause, remedy)
     with ExitStack() as stack:
         folder = stack.enter_context(closing(RunFolder(expand(service.folder).resolve())))
         folder.take()
@@ -86,7 +86,7 @@ def serve(service: Service, console: Console) -> int:
         console.print(f"Listening at {place} for {service.workers} workers", markup=False, highlight=False)
         if service.allow:
             networks = ", ".join(map(str, service.allow))
-            text = f"Nobody is authenticated: whoever is in {networks} can take part and sees every gradient"
+            text = f"There is no authentication: any host in {networks} can take part and receives every gradient"
             console.print(f"WARNING: {text}", style="bold yellow", markup=False)
         code = session.run()
     if recorder.failure:
@@ -100,46 +100,46 @@ class _Stop(Exception):
 
 
 class Session:
-    """One session of a server, from the first worker to the last mean."""
+    """One session of a server, from the first worker that joins to the last mean."""
 
     def __init__(self, service: Service, emit: Emit) -> None:
         self.service, self.emit = service, emit
         self.server = GradientServer(service.bind, service.allow, on_lost=self.lost, say=self.note)
         self.dialogue = Dialogue(0 if service.samples else None)
         self.steps, self.step = 0, 0
-        """How many steps are done, and the number of the one that is next or under way."""
+        """The number of steps done, and the number of the current or next step."""
         self.begun = self.in_step = self.ended = False
         self.last: Event = {}
         self.lost_workers: list[int] = []
-        self._said = 0
+        self._early_notes = 0
         self._finishing = False
-        """Whether the last mean of a step is being sent: who has got it may leave."""
+        """Whether the last mean of a step is being sent: a worker that has received it may leave."""
         self._left: list[int] = []
-        """Workers that have left between two steps, as all do at the end of pretraining."""
-        self._doubted = False
+        """Workers that left between two steps, as all do at the end of pretraining."""
+        self._accuracy_noted = False
         self._lost_at = -1
-        """The step in which a worker was lost last."""
+        """The number of steps done when a worker was last lost."""
 
     def note(self, text: str) -> None:
-        """Record a line for the user."""
+        """Record a note for the user."""
         self.emit(event("note", text=text))
 
     def joined(self, worker: Worker) -> None:
-        """Say who has joined; it is recorded when all have, because anyone may come and go until then."""
-        self._say_early(f"{_sentence(worker)} joined: {worker.gpu_count} GPUs, {worker.backend}")
+        """Note that a worker has joined. It may still leave, so its `worker` event is recorded when all have joined."""
+        self._note_early(f"{_sentence(worker)} joined: {worker.gpu_count} GPUs, {worker.backend}")
 
-    def _say_early(self, text: str) -> None:
-        self._said += 1
-        if self._said <= MOST_LINES:
+    def _note_early(self, text: str) -> None:
+        self._early_notes += 1
+        if self._early_notes <= MOST_EARLY_NOTES:
             self.note(text)
-        elif self._said == MOST_LINES + 1:
-            self.note("Many workers come and go: nothing more is said of them until all have joined")
+        elif self._early_notes == MOST_EARLY_NOTES + 1:
+            self.note("Many workers come and go: no more notes about them until all have joined")
 
     def lost(self, gone: WorkerGone) -> None:
-        """Record at once that a worker is gone: it left when all had done the same steps, or was lost."""
+        """Record that a worker is gone: it left when all had done the same steps, or it was lost."""
         worker = gone.worker
         if not self.begun:
-            self._say_early(_sentence(gone))
+            self._note_early(_sentence(gone))
             return
         has_all = self._finishing and not worker.may_write
         begun = (self.in_step and not has_all) or any(each.gradients for each in (worker, *self.server.workers))
@@ -148,41 +148,41 @@ class Session:
         left = self.ended or (orderly and not begun and steps >= max(1, self.service.steps))
         if left:
             self._left.append(worker.worker_id)
+            text = f"Worker {worker.worker_id} ({worker.node_id}) left before step {self.step}"
         else:
             self.lost_workers.append(worker.worker_id)
             self._lost_at = self.steps
-        who, text = {"rank": worker.worker_id, "host": worker.node_id}, f"Step {self.step}: {gone}"
-        if left:
-            text = f"Worker {worker.worker_id} ({worker.node_id}) left before step {self.step}"
+            text = f"Step {self.step}: {gone}"
+        who = {"rank": worker.worker_id, "host": worker.node_id}
         self.emit(event("lost", **who, why=str(gone), text=text, step=self.step, left=left))
 
     def run(self) -> int:
-        """Serve to the end; gives the exit code."""
+        """Serve to the end; returns the exit code."""
         server = self.server
         stop: list[bool] = []
 
-        def stop_if_wanted() -> None:
+        def raise_if_stopped() -> None:
             if stop:
                 stop.clear()
                 raise _Stop
 
         save_on_signal(lambda: stop.append(True))
-        server.interrupt_with(stop_if_wanted)
+        server.interrupt_with(raise_if_stopped)
         began = time.monotonic()
         try:
             server.wait_for_workers(self.service.workers, joined=self.joined)
             self._begin()
             while self.steps < (self.service.steps or math.inf) and server.workers:
                 self._serve_step()
-            self._say_goodbye()
+            self._end_session()
         except _Stop:
             self.emit(event("stopped", step=self.step))
-            self._say_goodbye()
+            self._end_session()
             return EXIT_STOPPED
         except NonFiniteGradient as halt:
             return self._halt(halt)
         except WorkersDisagree as error:
-            cause = "Nobody can tell which of them is right, so the session ended before a mean was sent"
+            cause = "The server cannot tell which of them is right, so the session ended before a mean was sent"
             raise self._failed(_sentence(error), cause, "Give all workers the same model") from None
         except WorkerGone as gone:
             if self.in_step or self._lost_at == self.steps or self.steps < self.service.steps:
@@ -204,7 +204,7 @@ class Session:
         return {"workers": self.service.workers, "samples": self.service.samples}
 
     def _serve_step(self) -> None:
-        """One step: assignments, if there are any, and then part by part, until the dialogue begins a new step."""
+        """Serve one step: send assignments, if any; then collect and broadcast parts until the dialogue ends it."""
         totals = Totals(self.server.workers)
         if self.service.samples:
             self.in_step = True
@@ -213,26 +213,26 @@ class Session:
             mean = self.server.collect(self.dialogue)
             self.step, self.in_step, self._finishing = mean.part.step, True, self.dialogue.between_steps
             if self._finishing:
-                self._say_who_left()
+                self._note_departures()
             totals.add(mean)
             sending = time.monotonic()
             self.server.broadcast(mean)
             totals.send_ms += 1000 * (time.monotonic() - sending)
         self._finishing = False
         self.last = event("step", step=self.step, **totals.fields(self.server.workers))
-        self._doubt_accuracy()
+        self._check_accuracy()
         self.steps, self.step, self.in_step = self.steps + 1, self.step + 1, False
         self.emit(self.last)
 
-    def _doubt_accuracy(self) -> None:
-        """Workers of another implementation count for themselves: say once that their counts make no share."""
+    def _check_accuracy(self) -> None:
+        """Note once that there is no accuracy, if workers report more correct samples than samples."""
         correct, total = self.last["correct"] or 0, self.last["total"] or 0
-        if correct > total and not self._doubted:
-            self._doubted = True
+        if correct > total and not self._accuracy_noted:
+            self._accuracy_noted = True
             self.note(f"Step {self.step}: no accuracy, because workers count {correct:,} of {total:,} as correct")
 
-    def _say_who_left(self) -> None:
-        """Someone left after an earlier step, and it was not the last: the others go on."""
+    def _note_departures(self) -> None:
+        """Count workers that left between steps as lost: the session continues without them."""
         if self._left:
             names = ", ".join(map(str, self._left))
             self.note(f"The others go on without worker {names}: means are over {len(self.server.workers)} workers")
@@ -240,7 +240,7 @@ class Session:
             self._left.clear()
 
     def _halt(self, halt: NonFiniteGradient) -> int:
-        """Stop the line: no mean of this step is sent any more."""
+        """Stop the line: no further mean of this step is sent."""
         self.server.interrupt_with(_ignore)
         names = {worker.worker_id: worker.node_id for worker in self.server.workers}
         finding = {
@@ -256,17 +256,17 @@ class Session:
         cause = str(halt).removeprefix("halt: ")
         self.emit(event("halt", step=halt.step, committed=committed, cause=cause, findings=[finding], sound=True))
         self.server.halt(halt.step, cause)
-        self._say_goodbye()
+        self._end_session()
         return EXIT_HALTED
 
     def _failed(self, what: str, cause: str, remedy: str) -> UserError:
-        """End the session, and record why; the error to raise."""
+        """End the session and record why; returns the error to raise."""
         self.emit(event("stopped", step=self.step, reason=f"{what}: {cause}"))
-        self._say_goodbye()
+        self._end_session()
         return UserError(what, cause, remedy)
 
-    def _say_goodbye(self) -> None:
-        """End the session for the workers: whole vectors know a message for it, pretraining only disconnects."""
+    def _end_session(self) -> None:
+        """Disconnect the workers; the dialogue of whole vectors has a message for it."""
         self.ended = True
         self.server.interrupt_with(_ignore)
         if self.dialogue.tag == WHOLE:
@@ -275,9 +275,9 @@ class Session:
 
 
 def _ignore() -> None:
-    """A wish to stop, where the session ends anyway."""
+    """Ignore a signal to stop, because the session is ending."""
 
 
-def _sentence(said: object) -> str:
-    text = str(said)
+def _sentence(message: object) -> str:
+    text = str(message)
     return text[:1].upper() + text[1:]

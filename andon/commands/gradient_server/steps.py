@@ -1,4 +1,4 @@
-"""The steps of a gradient server's session: what each took, and the lines that a user sees."""
+"""The steps of a gradient server's session: their totals, and the lines that a user sees."""
 
 import time
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from andon.protocol2.worker import Worker
 from andon.run.records.events import Event
 from andon.run.screen.terminal import human_bytes
 
-LINE_EVERY: Final = 2.0
-"""Seconds between lines about steps."""
+LINE_SECONDS: Final = 2.0
+"""Time between lines about steps."""
 
 
 class Totals:
-    """What a step took, over all its parts."""
+    """Times, bytes and counts of a step, over all its parts."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._began, self._before = time.monotonic(), {worker: (worker.received, worker.sent) for worker in workers}
@@ -50,7 +50,7 @@ class Totals:
 
 
 class Lines:
-    """Shows the events of a session, a line each; of its steps (0: nobody knows how many) one every two seconds."""
+    """Prints a line for each event of a session, for steps at most one every two seconds; `steps` 0: unknown number."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self.console, self.steps = console, steps
@@ -58,8 +58,8 @@ class Lines:
         self._done = 0
 
     def __call__(self, event: Event) -> None:
-        if shows := getattr(self, f"_on_{event['event']}", None):
-            style, text = shows(event)
+        if handler := getattr(self, f"_on_{event['event']}", None):
+            style, text = handler(event)
             if text:
                 self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
@@ -71,7 +71,7 @@ class Lines:
 
     def _on_step(self, event: Event) -> tuple[str, str]:
         self._done += 1
-        if time.monotonic() - self._last < LINE_EVERY and self._done != self.steps:
+        if time.monotonic() - self._last < LINE_SECONDS and self._done != self.steps:
             return "", ""
         self._last = time.monotonic()
         loss = "" if event["loss"] is None else f"loss {event['loss']:.4f}  "
@@ -88,7 +88,7 @@ class Lines:
         return "yellow", "" if "reason" in event else f"Stopped in step {event['step']}"
 
     def _on_halt(self, event: Event) -> tuple[str, str]:
-        return "bold red", f"THE LINE STOPPED at step {event['step']}: {event['cause']}\nNo mean of it was sent."
+        return "bold red", f"THE LINE STOPPED at step {event['step']}: {event['cause']}\nNo mean of this step was sent."
 
     def _on_done(self, event: Event) -> tuple[str, str]:
         return "bold", f"Done: {event['step']} steps in {event['seconds']:.1f} s, {event['workers']} workers"

@@ -1,6 +1,6 @@
-"""`andon audit`: proves from its ledger that a run has used every sample of every committed step exactly once.
+"""`andon audit`: proves from a run's ledger that every committed step used each of its samples exactly once.
 
-One pass over the ledger, in constant memory. A line continues the chain of steps or is an error; a step must name all
+It reads the ledger once, in constant memory. Every line must continue the chain of steps, and a step must name each of
 its slots once, with the samples that (seed, step, slot) determine.
 """
 
@@ -20,7 +20,7 @@ from andon.run.records.ledger import FILE, check_record
 
 
 class Audit:
-    """The state of an audit: where the chain is, and what was counted."""
+    """The state of an audit: the last step of the chain, and totals."""
 
     def __init__(self, batches: Windows) -> None:
         self.batches = batches
@@ -28,16 +28,16 @@ class Audit:
         self.generations = 0
         self.generation, self.workers = -1, 0
 
-    def line(self, number: int, fields: Any) -> None:
-        """One line of the ledger; `ValueError` for what must not be there."""
+    def add_line(self, fields: Any) -> None:
+        """Check one line of the ledger; `ValueError` if it is wrong."""
         if not isinstance(fields, dict):
-            raise ValueError("it is no record")
+            raise ValueError("it is not a record")
         if "hosts" in fields:
             if fields["generation"] <= self.generation:
                 raise ValueError(f"generation {fields['generation']} begins after {self.generation}")
             self.generation, self.workers = fields["generation"], len(fields["hosts"])
             self.generations += 1
-        elif "back" in fields and not self.committed:  # it starts from a checkpoint of another run
+        elif "back" in fields and not self.committed:  # the run starts from a checkpoint of another run
             self.first = self.step = fields["back"]
         elif "back" in fields:
             if not 0 <= fields["back"] <= self.step:
@@ -45,9 +45,9 @@ class Audit:
             self.undone += self.step - fields["back"]
             self.step, self.returns = fields["back"], self.returns + 1
         else:
-            self._committed(check_record(fields, self.batches.slots))
+            self._add_step(check_record(fields, self.batches.slots))
 
-    def _committed(self, record: dict[str, Any]) -> None:
+    def _add_step(self, record: dict[str, Any]) -> None:
         step, shares, slots = record["step"], record["shares"], self.batches.slots
         if step != self.step + 1:
             raise ValueError(f"step {step} follows step {self.step}")
@@ -59,22 +59,22 @@ class Audit:
             raise ValueError(f"step {step} names the samples of {len(record['samples'])} slots, not of {slots}")
         for slot, found in enumerate(record["samples"]):
             if found != checksum(self.batches.windows(step, slot)):
-                raise ValueError(f"slot {slot} of step {step} was computed from other samples than its own")
+                raise ValueError(f"slot {slot} of step {step} was computed from the wrong samples")
         self.step, self.committed = step, self.committed + 1
 
 
 def audit(run: Path, console: Console) -> None:
-    """Check the ledger of a run and say what it proves; an error names the first line that is wrong."""
-    # The run may be another's: nothing is written where its configuration says.
+    """Check the ledger of a run and print what it proves; an error names the first wrong line."""
+    # The run may be another user's: nothing is written to the cache that its configuration names.
     config = load_run(run / "config.yaml").with_own_cache()
     data = prepare(config, console)
     check_data(run, data.digest)
     found = Audit(samples_of(config, data))
     for number, fields in _lines(run / FILE):
         try:
-            found.line(number, fields)
+            found.add_line(fields)
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            remedy = "Compare with the checkpoints: `andon checkpoint verify` tells which are good"
+            remedy = "Compare with the checkpoints: `andon checkpoint verify` finds the good ones"
             raise UserError(f"{run / FILE} is wrong at line {number}", str(error), remedy) from None
     steps = found.step - found.first
     samples = steps * config.train.slots * config.train.micro_batch
@@ -84,15 +84,14 @@ def audit(run: Path, console: Console) -> None:
         soft_wrap=True,
     )
     if found.returns:
-        times = f"{found.returns} time{'s' if found.returns > 1 else ''}"
-        console.print(
-            f"The run went back to a checkpoint {times}, and did {found.undone:,} steps again", soft_wrap=True
-        )
+        times = "once" if found.returns == 1 else f"{found.returns} times"
+        text = f"The run went back to a checkpoint {times}, and did {found.undone:,} steps again"
+        console.print(text, soft_wrap=True)
     _compare_with_summary(run, found.step)
 
 
 def _compare_with_summary(run: Path, step: int) -> None:
-    """A run that is done has all its steps in the ledger."""
+    """Check that the ledger of a finished run ends with its last step."""
     try:
         done = json.loads((run / "summary.json").read_text(encoding="utf-8"))["step"]
     except FileNotFoundError:
@@ -108,10 +107,10 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                if line.endswith("\n"):  # a kill may have cut the last one short
+                if line.endswith("\n"):  # a kill may have cut the last line short
                     yield number, json.loads(line)
     except FileNotFoundError:
-        cause = "It was trained under torchrun, or by an earlier version"
+        cause = "The run was trained under torchrun or by an earlier version, or it is not a run"
         raise UserError(f"{path} does not exist", cause, "Name the folder of a run of `andon train`") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read", str(error), "Name the folder of a run") from None

@@ -1,7 +1,7 @@
-"""`andon export`: a run's metrics.jsonl for the tools that people have: CSV, TensorBoard, Weights & Biases.
+"""`andon export`: a run's metrics.jsonl as CSV, or for TensorBoard and Weights & Biases.
 
-The names are those that these tools' users expect: `train/loss`, `val/loss`, … After a resume no step appears twice:
-what was done last counts.
+Metrics have the names that users of these tools expect: `train/loss`, `val/loss`, … Each step appears once; of a step
+that was done again after a resume, the last values count.
 """
 
 import csv
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,20 @@ EVAL = {name: f"val/{name}" for name in ("loss", "accuracy", "bits_per_byte", "v
 
 @dataclass
 class Row:
-    """What is known of one step."""
+    """The metrics of one step."""
 
     time: float
     values: dict[str, float] = field(default_factory=dict)
 
 
 def rows(folder: Path) -> dict[int, Row]:
-    """Every step of a run in order, with the numbers that count."""
+    """Read every step of a run, in order."""
     found: dict[int, Row] = {}
     try:
         for event in read(folder):
             _add(found, event)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "A line of it is no event"
+        cause = error.strerror if isinstance(error, OSError) else "A line of it is not an event"
         raise UserError(f"{folder / 'metrics.jsonl'} cannot be read", str(cause), "Name the folder of a run") from None
     if not found:
         raise UserError(f"{folder} has no step yet", "The run has not begun", "Wait for its first step")
@@ -63,13 +64,13 @@ def _add(found: dict[int, Row], event: Event) -> None:
 
 
 def _numbers(event: Event, names: dict[str, str]) -> dict[str, float]:
-    """The numbers of an event under their new names; one that was not finite is NaN."""
+    """The numbers of an event under their new names; null, which stands for a value that is not finite, becomes NaN."""
     found = {new: event[old] for old, new in names.items() if old in event}
     return {name: math.nan if value is None else float(value) for name, value in found.items()}
 
 
 def to_csv(folder: Path, output: Path | None) -> Path:
-    """One line a step; empty where there is no number."""
+    """Write one line per step; a field is empty where a step has no such number."""
     output, found = output or folder / "metrics.csv", rows(folder)
     names = list(dict.fromkeys(name for row in found.values() for name in row.values))
     with open(output, "w", newline="", encoding="utf-8") as file:
@@ -81,16 +82,17 @@ def to_csv(folder: Path, output: Path | None) -> Path:
 
 
 def to_tensorboard(folder: Path, output: Path | None) -> Path:
-    """An event file, as `tensorboard --logdir` reads it."""
+    """Write an event file for `tensorboard --logdir`."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError:
         raise _missing("tensorboard") from None
-    output = output or folder / "tensorboard"
-    found = rows(folder)
-    _clear(output, "events.out.tfevents.*")
+    output, found = output or folder / "tensorboard", rows(folder)
+    for old in output.glob("events.out.tfevents.*"):  # TensorBoard would show an earlier export as well
+        with suppress(OSError):
+            old.unlink()
     writer = EventFileWriter(str(output))
     for step, row in found.items():
         values = [Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
@@ -99,15 +101,8 @@ def to_tensorboard(folder: Path, output: Path | None) -> Path:
     return output
 
 
-def _clear(output: Path, pattern: str) -> None:
-    """Remove what an earlier export wrote: TensorBoard would show both."""
-    for old in output.glob(pattern):
-        with suppress(OSError):
-            old.unlink()
-
-
-def to_wandb(folder: Path, output: Path | None, online: bool = False) -> Path:
-    """A run of Weights & Biases: offline, for `wandb sync`, or sent at once."""
+def to_wandb(folder: Path, output: Path | None, online: bool) -> Path:
+    """Write a run of Weights & Biases: offline, for `wandb sync`, or uploaded at once."""
     try:
         import wandb
     except ImportError:
@@ -129,32 +124,22 @@ def to_wandb(folder: Path, output: Path | None, online: bool = False) -> Path:
         return Path(run.dir).parent
 
 
-FORMATS: dict[str, Callable[[Path, Path | None], Path]] = {
-    "csv": to_csv,
-    "tensorboard": to_tensorboard,
-    "wandb": to_wandb,
-}
-
-
 def export(folder: Path, kind: str, output: Path | None, online: bool, console: Console) -> None:
-    """`andon export`: write a run for another tool, and say where."""
-    if kind not in FORMATS:
-        raise UserError(f"There is no format {kind!r}", f"Formats: {', '.join(FORMATS)}", "Choose one of these")
+    """`andon export`: write a run for another tool, and print the path."""
+    writers: dict[str, Callable[[Path, Path | None], Path]]
+    writers = {"csv": to_csv, "tensorboard": to_tensorboard, "wandb": partial(to_wandb, online=online)}
+    if kind not in writers:
+        raise UserError(f"There is no format {kind!r}", f"Formats: {', '.join(writers)}", "Choose one of these")
     began = time.monotonic()
     try:
-        place = to_wandb(folder, output, online) if kind == "wandb" else FORMATS[kind](folder, output)
+        place = writers[kind](folder, output)
     except OSError as error:
         remedy = "Choose another --output"
         raise UserError(f"{output or folder} cannot be written", str(error.strerror or error), remedy) from None
     console.print(f"{place}   ({time.monotonic() - began:.1f} s)", soft_wrap=True, markup=False)
-    if follow := _next(kind, place, online):
-        console.print(f"  {follow}", soft_wrap=True, markup=False)
-
-
-def _next(kind: str, place: Path, online: bool) -> str:
-    if kind == "tensorboard":
-        return f"tensorboard --logdir {place}"
-    return f"wandb sync {place}" if kind == "wandb" and not online else ""
+    if kind == "tensorboard" or (kind == "wandb" and not online):
+        command = "tensorboard --logdir" if kind == "tensorboard" else "wandb sync"
+        console.print(f"  {command} {place}", soft_wrap=True, markup=False)
 
 
 def _missing(extra: str) -> UserError:

@@ -1,4 +1,4 @@
-"""A curve as characters, or as a PNG that needs no drawing library: a PNG is zlib and four chunks."""
+"""Draws a curve as braille characters, or as a PNG without a drawing library: a PNG is four chunks and zlib."""
 
 import struct
 import zlib
@@ -11,17 +11,18 @@ from rich.console import Console
 
 from andon.board.curves import Floats, buckets, mean
 
-WIDTH, HEIGHT, MARGIN, SIZE = 1200, 600, 76, 2
+WIDTH, HEIGHT, MARGIN = 1200, 600, 76  # pixels
+DOT = 2  # pixels of a dot in a digit
 PAPER, LINE, INK, POINT, GRID = (255, 254, 251), (38, 83, 196), (26, 25, 21), (194, 98, 10), (224, 221, 211)
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bits of a braille character, by row and column."""
+BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of a braille character, by row and column of its dots."""
 ROWS = "75557 26227 71747 71717 55711 74717 74757 71244 75757 75717 00002 00700 06742 00024"
 DIGITS = dict(zip("0123456789.-e,", ROWS.split(), strict=True))
 """Five rows of three dots for each character of a number."""
 
 
 def draw_text(console: Console, title: str, steps: Floats, values: Floats) -> None:
-    """Print a curve with braille dots, as wide as the terminal."""
+    """Print a curve as wide as the terminal."""
     columns, rows = max(20, min(console.width, 120) - 12), 16
     points = mean(values, buckets(len(values), 2 * columns))
     low, high = float(np.min(points)), float(np.max(points))
@@ -30,8 +31,9 @@ def draw_text(console: Console, title: str, steps: Floats, values: Floats) -> No
     before = None
     for x, value in enumerate(points.tolist()):
         y = round((high - value) / span * (4 * rows - 1))
-        for each in range(min(y, before if before is not None else y), max(y, before if before is not None else y) + 1):
-            cells[each // 4][x // 2] |= DOTS[each % 4][x % 2]
+        above, below = sorted((y, y if before is None else before))
+        for each in range(above, below + 1):
+            cells[each // 4][x // 2] |= BRAILLE[each % 4][x % 2]
         before = y
     console.print(title, markup=False, style="bold")
     for number, row in enumerate(cells):
@@ -42,7 +44,7 @@ def draw_text(console: Console, title: str, steps: Floats, values: Floats) -> No
 
 
 def draw_png(path: Path, title: str, curve: tuple[Floats, Floats], evals: Sequence[tuple[float, float]]) -> None:
-    """Write a curve, with validation as points, as a PNG; its title is in the file's text."""
+    """Write a curve as a PNG, with validation as points; the title is in the file's metadata."""
     picture = np.full((HEIGHT, WIDTH, 3), PAPER, np.uint8)
     steps, values = curve
     starts = buckets(len(values), WIDTH - 2 * MARGIN)
@@ -50,7 +52,7 @@ def draw_png(path: Path, title: str, curve: tuple[Floats, Floats], evals: Sequen
     everything = np.append(points, [value for _, value in evals])
     low, high = float(np.nanmin(everything)), float(np.nanmax(everything))
 
-    def at(step: float, value: float) -> tuple[int, int]:
+    def pixel(step: float, value: float) -> tuple[int, int]:
         x = MARGIN + (step - steps[0]) / max(1.0, steps[-1] - steps[0]) * (WIDTH - 2 * MARGIN - 1)
         y = MARGIN + (high - value) / ((high - low) or 1.0) * (HEIGHT - 2 * MARGIN - 1)
         return round(float(x)), round(float(y))
@@ -59,11 +61,12 @@ def draw_png(path: Path, title: str, curve: tuple[Floats, Floats], evals: Sequen
         y = MARGIN + part * (HEIGHT - 2 * MARGIN - 1) // 5
         picture[y, MARGIN:-MARGIN] = GRID
         label = f"{high - (high - low) * part / 5:.4g}"
-        _write(picture, label, MARGIN - 12 - 4 * SIZE * len(label), y - 2 * SIZE)
+        _draw_number(picture, label, MARGIN - 12 - 4 * DOT * len(label), y - 2 * DOT)
         below = f"{steps[0] + (steps[-1] - steps[0]) * part / 5:,.0f}"
-        _write(picture, below, MARGIN + part * (WIDTH - 2 * MARGIN) // 5 - 2 * SIZE * len(below), HEIGHT - MARGIN + 16)
+        x = MARGIN + part * (WIDTH - 2 * MARGIN) // 5
+        _draw_number(picture, below, x - 2 * DOT * len(below), HEIGHT - MARGIN + 16)
     picture[HEIGHT - MARGIN, MARGIN:-MARGIN] = INK
-    places = [at(float(step), float(value)) for step, value in zip(numbers, points, strict=True)]
+    places = [pixel(float(step), float(value)) for step, value in zip(numbers, points, strict=True)]
     for (x0, y0), (x1, y1) in zip(places, places[1:] or places, strict=False):
         length = max(abs(x1 - x0), abs(y1 - y0), 1)
         xs = np.linspace(x0, x1, length + 1).round().astype(int)
@@ -71,23 +74,23 @@ def draw_png(path: Path, title: str, curve: tuple[Floats, Floats], evals: Sequen
         for thick in (0, 1):
             picture[np.minimum(ys + thick, HEIGHT - 1), xs] = LINE
     for step, value in evals:
-        x, y = at(step, value)
+        x, y = pixel(step, value)
         picture[max(0, y - 3) : y + 4, max(0, x - 3) : x + 4] = POINT
     path.write_bytes(png(picture, title))
 
 
-def _write(picture: npt.NDArray[np.uint8], number: str, left: int, top: int) -> None:
-    """Write a number into a picture."""
+def _draw_number(picture: npt.NDArray[np.uint8], number: str, left: int, top: int) -> None:
+    """Draw a number into a picture."""
     for place, character in enumerate(number):
         for row, bits in enumerate(DIGITS.get(character, "00000")):
             for column in range(3):
                 if int(bits) >> (2 - column) & 1:
-                    x, y = max(0, left + SIZE * (4 * place + column)), max(0, top + SIZE * row)
-                    picture[y : y + SIZE, x : x + SIZE] = INK
+                    x, y = max(0, left + DOT * (4 * place + column)), max(0, top + DOT * row)
+                    picture[y : y + DOT, x : x + DOT] = INK
 
 
 def png(picture: npt.NDArray[np.uint8], title: str) -> bytes:
-    """The bytes of a picture."""
+    """Encode a picture."""
     height, width, _ = picture.shape
     rows = b"".join(b"\0" + row.tobytes() for row in picture)
 

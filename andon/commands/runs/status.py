@@ -1,4 +1,4 @@
-"""`andon status`, `andon stop` and `andon plot`: what runs there are, ending one, and its loss without a browser."""
+"""`andon status`, `andon stop` and `andon plot`: list runs, end one, draw one of its curves."""
 
 import json
 import math
@@ -14,27 +14,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from andon.board.app import is_run
-from andon.board.history import History
+from andon.board.history import COLUMNS, History, is_run, runs_in
 from andon.board.text import plain
+from andon.commands.runs.plot import draw_png, draw_text
 from andon.errors import UserError
 from andon.run.records.folder import read_mark
 from andon.run.screen.terminal import human_count
 
 
-def runs_in(folders: list[Path]) -> list[Path]:
-    """The runs that are named, and those in the folders that are named."""
-    found = []
+def named_runs(folders: list[Path]) -> list[Path]:
+    """The runs that a user has named, each by its folder or by a folder that contains it."""
     for folder in folders:
         if not folder.is_dir():
-            remedy = "Name the folder of a run, or one that holds runs"
-            raise UserError(f"There is no folder {folder}", "A run's folder holds metrics.jsonl", remedy)
-        found += [folder] if is_run(folder) else sorted(filter(is_run, folder.glob("*")))
-    return found
+            remedy = "Name the folder of a run, or one that contains runs"
+            raise UserError(f"There is no folder {folder}", "A run's folder contains metrics.jsonl", remedy)
+    return runs_in(folders)
 
 
 def holder_of(run: Path) -> int | None:
-    """The process that trains in a folder on this machine; None if nobody does."""
+    """The id of the process of this machine that trains in a folder; None if there is none."""
     pid = read_mark(run).partition(" ")[0]
     try:
         process = psutil.Process(int(pid))
@@ -46,7 +44,7 @@ def holder_of(run: Path) -> int | None:
 
 
 def planned_steps(run: Path) -> int | None:
-    """The steps of the whole run, as its configuration has them."""
+    """The number of steps in a run's configuration; None if it cannot be read."""
     try:
         return int(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["train"]["steps"])
     except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError):
@@ -54,7 +52,7 @@ def planned_steps(run: Path) -> int | None:
 
 
 def glance(run: Path) -> dict[str, Any]:
-    """Where a run is."""
+    """State, step, loss and speed of a run, from the end of its metrics."""
     history = History(run / "metrics.jsonl")
     history.read_end()
     story, pid = history.story, holder_of(run)
@@ -63,13 +61,13 @@ def glance(run: Path) -> dict[str, Any]:
     loss, speed = story.last.get("loss"), story.last.get("tokens_per_s")
     steps = story.facts.get("steps") or planned_steps(run)
     fields = {"run": str(run), "state": state, "pid": pid, "step": story.step, "steps": steps, "loss": loss}
-    shown: dict[str, Any] = plain({**fields, "tokens_per_s": speed, "last_event": story.time})
-    return shown
+    row: dict[str, Any] = plain({**fields, "tokens_per_s": speed, "last_event": story.time})
+    return row
 
 
 def status(folders: list[Path], as_json: bool, console: Console) -> None:
     """`andon status`: one line for each run."""
-    found = [glance(run) for run in runs_in(folders)]
+    found = [glance(run) for run in named_runs(folders)]
     if as_json:
         for row in found:
             print(json.dumps(row))
@@ -77,12 +75,8 @@ def status(folders: list[Path], as_json: bool, console: Console) -> None:
     if not found:
         console.print("There is no run here yet. `andon demo` starts one.")
         return
-    table = Table(
-        "run",
-        "state",
-        *(Column(name, justify="right") for name in ("step", "loss", "tokens/s", "last event")),
-        box=None,
-    )
+    numbers = [Column(name, justify="right") for name in ("step", "loss", "tokens/s", "last event")]
+    table = Table("run", "state", *numbers, box=None)
     styles = {"running": "green", "halted": "bold red", "silent": "yellow"}
     for row in found:
         of = f" of {row['steps']:,}" if isinstance(row["steps"], int) else ""
@@ -102,11 +96,11 @@ def _ago(moment: float) -> str:
 
 
 def stop(run: Path, wait: float, console: Console) -> None:
-    """`andon stop`: let a run save after its step and leave, as Ctrl-C does."""
+    """`andon stop`: signal a run to save after its step and end, as Ctrl-C does, and wait for that."""
     pid = holder_of(run)
     if pid is None:
-        remedy = "`andon status` shows what runs here; a run of another machine is stopped there"
-        raise UserError(f"Nobody trains in {run}", "No process of this machine holds its lock", remedy)
+        remedy = "`andon status` lists the runs; stop a run of another machine on that machine"
+        raise UserError(f"No run is live in {run}", "No process of this machine holds its lock", remedy)
     try:
         os.kill(pid, signal.SIGTERM)
     except PermissionError:
@@ -118,15 +112,12 @@ def stop(run: Path, wait: float, console: Console) -> None:
         time.sleep(0.05)
     if holder_of(run) == pid:
         remedy = f"Wait, or end it at once: kill {pid}"
-        raise UserError(f"{run} has not stopped yet", f"It was asked {wait:.0f} s ago and may be saving", remedy)
-    console.print(f"{run} stopped at step {glance(run)['step']:,}. The same command resumes.", markup=False)
+        raise UserError(f"{run} has not stopped yet", f"It was signalled {wait:.0f} s ago and may be saving", remedy)
+    console.print(f"{run} stopped at step {glance(run)['step']:,}. The same command resumes it.", markup=False)
 
 
 def plot(run: Path, output: Path | None, key: str, console: Console) -> None:
-    """`andon plot`: a column of the metrics in the terminal, or as a picture."""
-    from andon.board.history import COLUMNS
-    from andon.commands.runs.plot import draw_png, draw_text
-
+    """`andon plot`: draw a curve in the terminal, or as a PNG."""
     if key not in COLUMNS:
         raise UserError(f"There is no curve {key!r}", f"Curves: {', '.join(COLUMNS)}", "Choose one of these")
     if not is_run(run):
@@ -136,7 +127,7 @@ def plot(run: Path, output: Path | None, key: str, console: Console) -> None:
     steps, values = history.steps, history.column(key)
     known = [math.isfinite(value) for value in values.tolist()]
     if not any(known):
-        raise UserError(f"{run} has no {key} yet", "No step has one", "Wait for the first step")
+        raise UserError(f"{run} has no {key} yet", "No step has recorded it", "Wait for the first step")
     place = {"loss": 1, "accuracy": 4}.get(key)
     evals = [(each[0], each[place]) for each in history.story.evals if place and each[place] == each[place]]
     title = f"{plain(run.name or str(run))} · {key}"
