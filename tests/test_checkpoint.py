@@ -279,7 +279,7 @@ def test_a_manifest_that_points_elsewhere_is_refused(saved: Path, name: str) -> 
         body = json.loads(data)
         body["files"][name] = {"size": 1, "blake3": "00"}
         (newest / NAME).write_bytes(render(body["step"], body["files"], body["units"]))
-        with pytest.raises(Damaged, match="is no name of a file"):
+        with pytest.raises(Damaged, match="is not the name of a file"):
             verify(newest)
 
 

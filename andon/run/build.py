@@ -94,7 +94,7 @@ class Builder(ABC):
             folder=config.run.dir / "checkpoints",
             state=state,
             files=self.files(optimizer.model),
-            holder=partial(read_mark, config.run.dir),
+            folder_mark=partial(read_mark, config.run.dir),
             check=partial(check_resumable, config, (self.digest, frozen), note),
         )
         settings = SaveSettings(save.every, save.keep, save.keep_every, save.on_failure, save.timeout)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from andon.checkpoint.checkpointer import PATIENCE, Checkpointer, RunFacts, SaveSettings
+from andon.checkpoint.checkpointer import PATIENCE_SECONDS, Checkpointer, RunFacts, SaveSettings
 from andon.checkpoint.disk.format import DTYPES
 from andon.checkpoint.disk.store import weights_blake3
 from andon.checkpoint.snapshot import saved_buffers
@@ -90,7 +90,7 @@ class ScriptCheckpoints:
             folder=folder / "checkpoints",
             state=state,
             files={},
-            holder=partial(read_mark, folder),
+            folder_mark=partial(read_mark, folder),
             check=partial(self._check, state),
             progress=self._progress,
         )
@@ -152,7 +152,7 @@ class ScriptCheckpoints:
         if step != done - 1:
             raise ValueError(f"step {step} cannot be saved: the last of {done} steps, counted from 0, was {done - 1}")
         try:
-            self.checkpointer.save(done, patience=PATIENCE)
+            self.checkpointer.save(done, patience=PATIENCE_SECONDS)
         except GroupError as failure:
             if not optimizer.goes_on:
                 raise

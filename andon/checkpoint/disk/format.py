@@ -1,7 +1,7 @@
-"""Writing files so that every byte is hashed on its way to the disk, once, in pieces.
+"""Writing the files of a checkpoint: every byte is hashed once, while it is written in chunks.
 
 The tensor files are safetensors: eight bytes with the length of a JSON header, the header (padded to eight bytes), then
-the tensors one after another. What is known of a file afterwards is its *record* (`andon.checkpoint.disk.manifest`).
+the tensors one after another. Writing a file returns its *record* (`andon.checkpoint.disk.manifest`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = {
     torch.complex64: "C64",
 }
 At = Callable[[str], None]
-"""Called at each place of a save that a fault or a cancellation may strike; it raises to stop the work."""
+"""Called with the name of each place where an injected fault or a cancellation may stop a save, by an exception."""
 
 
 def tensor_blake3(tensor: Tensor) -> str:
@@ -48,7 +48,7 @@ def tensor_blake3(tensor: Tensor) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, str], at: At) -> Record:
-    """Write a safetensors file and wait until it is on disk; `known` are digests that must come out."""
+    """Write a safetensors file and wait until it is on disk; tensors in `known` must have these digests."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -63,9 +63,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str,
         for name, tensor in tensors.items():
             start, data, digest = sink.size, as_bytes(tensor), blake3()
             for lo in range(0, len(data), CHUNK_BYTES):
-                piece = data[lo : lo + CHUNK_BYTES]
-                digest.update(piece)
-                sink.write(piece)
+                chunk = data[lo : lo + CHUNK_BYTES]
+                digest.update(chunk)
+                sink.write(chunk)
             places[name] = (start, sink.size, digest.hexdigest())
             if known.get(name, places[name][2]) != places[name][2]:
                 raise OSError(f"{name} has changed in memory since it was copied")
@@ -80,7 +80,7 @@ def write_text(path: Path, text: str, at: At) -> Record:
 
 
 def record_of(path: Path) -> Record:
-    """The record of a file that something else has written."""
+    """The record of a file that another library has written."""
     places: dict[str, tuple[int, int, str]] = {}
     whole = blake3()
     with open(path, "rb") as file:
@@ -94,12 +94,12 @@ def record_of(path: Path) -> Record:
                 start, stop = (len(header) + offset for offset in field["data_offsets"])
                 digest = blake3()
                 for lo in range(start, stop, CHUNK_BYTES):
-                    piece = file.read(min(CHUNK_BYTES, stop - lo))
-                    digest.update(piece)
-                    whole.update(piece)
+                    chunk = file.read(min(CHUNK_BYTES, stop - lo))
+                    digest.update(chunk)
+                    whole.update(chunk)
                 places[name] = (start, stop, digest.hexdigest())
-        while piece := file.read(CHUNK_BYTES):
-            whole.update(piece)
+        while chunk := file.read(CHUNK_BYTES):
+            whole.update(chunk)
         return Record(file.tell(), whole.hexdigest(), places)
 
 
