@@ -17,8 +17,9 @@ from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt
 from andon.integrity.probe import compare_probes, differing, take_probe
 from andon.run.build import Builder
-from andon.run.loop import Books, Loop
+from andon.run.loop import Loop
 from andon.run.records.events import Emit, Event, event, no_event
+from andon.run.records.ledger import LedgerReports
 from andon.transport.base import TRANSPORTS, Group, Rendezvous, Settings, fastest_here, open_group
 from andon.transport.local import LocalGroup
 
@@ -36,7 +37,7 @@ class Surroundings:
     """Whether somebody waits to join, or is to leave."""
     shrink_wanted: Callable[[], bool] = lambda: False
     """Whether somebody is to leave."""
-    books: Books | None = None
+    ledger: LedgerReports | None = None
 
 
 def train(config: RunSettings, data: Prepared, group: Group, resume: Path | None, around: Surroundings) -> bool:
@@ -136,7 +137,7 @@ class Session:
 
     def _built(self, trainer: Trainer, builder: Builder) -> None:
         self.optimizer = trainer.optimizer
-        self.run = builder.loop(trainer, self.around.emit, self.around.books)
+        self.run = builder.loop(trainer, self.around.emit, self.around.ledger)
         self.around.on_built(trainer)
 
     def _emit(self, event: Event) -> None:

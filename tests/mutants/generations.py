@@ -109,8 +109,8 @@ MUTANTS = [
         "failed-step-keeps-its-schedule",
         "A schedule that has gone on after a step that failed is not set back.",
         "run/script.py",
-        "        known.undo()  # before others take it over\n",
-        "        known._before_redo = None\n",
+        "        checkpoints.undo()  # before new members copy options and schedule\n",
+        "        checkpoints._before_redo = None\n",
         ("test_goes_on.py::test_a_script_survives_the_loss_of_a_worker",),
     ),
     Mutant(

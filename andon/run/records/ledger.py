@@ -12,9 +12,9 @@ A thread of its own writes, so that a disk that hangs holds up nobody; while the
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from andon.files import no_follow
 from andon.run.records.chain import Chain
@@ -24,6 +24,18 @@ FILE = "ledger.jsonl"
 RETRY_SECONDS = 1.0  # until a disk that failed is tried again
 BEGIN_SECONDS = 1.0  # that a generation waits for the disk
 CLOSE_SECONDS = 5.0  # that the disk gets at the end of the run
+
+
+class LedgerReports(Protocol):
+    """How a rank reports to the ledger."""
+
+    def report(self, records: Sequence[Any]) -> None:
+        """Report committed steps."""
+        ...
+
+    def went_back(self, generation: int, step: int) -> None:
+        """Report that a generation goes on from the checkpoint of a step."""
+        ...
 
 
 class Ledger:
