@@ -36,8 +36,7 @@ class Moments:
         """The pieces that this rank saves, not copied; with `gathers` all ranks must call it together."""
         membership, rule = self.model.membership, self.optimizer.rule
         if self.gathers:
-            whole = self._gather()
-            return {f"{name}[0:{tensor.numel()}]": tensor.view(-1) for name, tensor in whole.items()}
+            return self._gather()
         if self._rank_0_writes_all and membership.rank:
             return {}
         ranges = self.optimizer.owned_parts
@@ -71,7 +70,8 @@ class Moments:
                 at += hi - lo
                 group.all_gather(whole, bounds)
             if group.rank == 0:
-                found |= {f"{kind}.{name}": view for name, view in layout.views(buffer).items()}
+                views = layout.views(buffer).items()
+                found |= {f"{kind}.{name}[0:{view.numel()}]": view.view(-1) for name, view in views}
         return found
 
     def load(self, read: ReadMoments) -> None:

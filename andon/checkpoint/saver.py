@@ -290,7 +290,7 @@ class Saver:
 
     def _publish(self, step: int, turn: int, at: At) -> Path:
         files = {name: parse_record(name, fields) for name, fields in self._records.items()}
-        return self.store.publish(self.store.temporary(step, turn), files, self._units, at)
+        return self.store.publish(step, turn, files, self._units, at)
 
 
 def _reason(error: BaseException) -> str:

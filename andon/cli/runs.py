@@ -114,9 +114,9 @@ def resize(
     workers: Annotated[int, typer.Argument(help="Number of workers from now on.")],
 ) -> None:
     """Have a run go on with more or fewer workers, from its next step on."""
-    from andon.run.records.resize import wish
+    from andon.run.records.resize import request_workers
 
-    wish(run, workers)
+    request_workers(run, workers)
     typer.echo(f"If a run goes on in {run}, it does so with {workers} workers after its current step")
 
 

@@ -36,7 +36,7 @@ from andon.numerics import kernels
 from andon.run.records.events import Emit, Event, Recorder, event, last_step
 from andon.run.records.folder import RunFolder, read_mark
 from andon.run.records.ledger import Ledger
-from andon.run.records.resize import Wish
+from andon.run.records.resize import RequestedWorkers
 from andon.run.screen.display import Display, show_error
 from andon.run.screen.outlook import machine_notes
 from andon.transport.address import address_text
@@ -196,9 +196,9 @@ def _coordinate(
                 return begin([coordinator.address[0], str(coordinator.address[1]), str(place)], log)
 
             workers = stack.enter_context(Workers(start, logs, config.restarts))
-            wish = Wish(folder.folder)
+            requested = RequestedWorkers(folder.folder)
             if transport.goes_on:
-                workers.wishes = lambda: wish.new(config.workers, config.train.slots)
+                workers.wishes = lambda: requested.changed(config.workers, config.train.slots)
             workers.start(config.workers)
             code = workers.wait(coordinator)
     if workers and workers.was_quit:

@@ -39,7 +39,13 @@ class PretrainingBuilder(Builder):
 
     def model(self, device: torch.device, reads_weights: bool) -> Llama:
         """Build the model; its first weights follow from the seed, or rank 0 reads them from a folder."""
-        check_vocabulary(self.config, self.tokens)
+        vocabulary, rows = self.tokens.vocab_size, self.config.model.vocab
+        if vocabulary > rows:
+            raise UserError(
+                f"A vocabulary of {vocabulary:,} does not fit model.vocab = {rows:,}",
+                "The tokenizer uses more tokens than the model has rows",
+                f"Set --model.vocab {vocabulary} or use a smaller tokenizer",
+            )
         return build_model(self.config, device, reads_weights)
 
     def overlaps_gather(self, module: nn.Module) -> bool:
@@ -120,16 +126,6 @@ def set_first_weights(model: Llama, config: Config) -> None:
         load_tensors(dict(model.named_parameters()), expand(config.model.source))
     else:
         model.initialise(config.seed)
-
-
-def check_vocabulary(config: Config, tokens: TokenSet) -> None:
-    """Refuse a model whose embedding is smaller than the tokenizer's vocabulary."""
-    if tokens.vocab_size > config.model.vocab:
-        raise UserError(
-            f"A vocabulary of {tokens.vocab_size:,} does not fit model.vocab = {config.model.vocab:,}",
-            "The tokenizer uses more tokens than the model has rows",
-            f"Set --model.vocab {tokens.vocab_size} or use a smaller tokenizer",
-        )
 
 
 class Pretraining(Loop):

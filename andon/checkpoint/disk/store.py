@@ -23,7 +23,7 @@ from torch import Tensor
 
 from andon.checkpoint.disk import manifest
 from andon.checkpoint.disk.format import At, tensor_blake3
-from andon.checkpoint.disk.listing import REPLACED, checkpoint_path, kept, put_back, step_of, steps
+from andon.checkpoint.disk.listing import REPLACED, checkpoint_path, kept, put_back, steps
 from andon.checkpoint.disk.manifest import Manifest, Record
 from andon.checkpoint.moments import ReadMoments
 from andon.checkpoint.snapshot import weights_digests
@@ -68,9 +68,9 @@ class Store:
         """Remove what an attempt has written."""
         shutil.rmtree(self.temporary(step, turn), ignore_errors=True)  # what stays is removed at the next start
 
-    def publish(self, temporary: Path, files: Mapping[str, Record], units: Mapping[str, str], at: At) -> Path:
-        """Write the manifest of the files in a temporary folder, which are on disk; sync, and rename the folder."""
-        final = checkpoint_path(self.folder, int(temporary.name.split(".")[1].removeprefix("checkpoint-")))
+    def publish(self, step: int, turn: int, files: Mapping[str, Record], units: Mapping[str, str], at: At) -> Path:
+        """Write the manifest of an attempt's files, which are on disk; sync, and rename the temporary folder."""
+        temporary, final = self.temporary(step, turn), checkpoint_path(self.folder, step)
         records = {name: record.fields() for name, record in sorted(files.items())}
         for name, record in files.items():
             if (temporary / name).stat().st_size != record.size:
@@ -78,7 +78,7 @@ class Store:
         if strange := {path.name for path in temporary.iterdir()} - files.keys():
             raise OSError(f"{temporary} also holds {', '.join(sorted(strange))}")
         at("manifest")
-        (temporary / manifest.NAME).write_bytes(manifest.render(step_of(final), records, units))
+        (temporary / manifest.NAME).write_bytes(manifest.render(step, records, units))
         sync(temporary / manifest.NAME)
         sync(temporary)
         at("rename")
