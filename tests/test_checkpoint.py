@@ -245,6 +245,16 @@ def test_a_file_that_is_missing_or_planted_is_refused(saved: Path) -> None:
     planted.unlink()
 
 
+def test_a_run_that_resumes_twice_names_a_damaged_checkpoint_once_each_time(saved: Path) -> None:
+    newest, run = checkpoint_path(saved / "checkpoints", STEPS), RunFolder(saved)
+    with restored(newest / NAME):
+        (newest / NAME).unlink()
+        for _ in range(2):
+            run.resume_from("auto")
+            (note,) = run.notes
+            assert newest.name in note
+
+
 def test_moments_are_verified_by_the_rank_that_reads_them(saved: Path, tokens: Path) -> None:
     """Rank 0 has verified its copy; that of another machine may be another."""
     newest = checkpoint_path(saved / "checkpoints", STEPS)

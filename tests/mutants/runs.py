@@ -103,6 +103,22 @@ MUTANTS = [
         ("test_terminal.py::test_a_run_goes_on_when_nothing_can_be_shown",),
     ),
     Mutant(
+        "mfu-not-shown",
+        "The terminal does not show the MFU.",
+        "run/screen/display.py",
+        '"answers/s", "MFU", "lr"',
+        '"answers/s", "lr"',
+        ("test_terminal.py::test_a_step_shows_its_mfu_where_it_is_known",),
+    ),
+    Mutant(
+        "damage-repeated",
+        "A run that resumes again names the damage that it found before, too.",
+        "run/records/folder.py",
+        "            self.damaged = []\n            return newest_good(",
+        "            return newest_good(",
+        ("test_checkpoint.py::test_a_run_that_resumes_twice_names_a_damaged_checkpoint_once_each_time",),
+    ),
+    Mutant(
         "halt-of-the-past",
         "halt.json stays when the run goes on.",
         "run/records/folder.py",
