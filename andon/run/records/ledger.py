@@ -31,11 +31,9 @@ class LedgerReports(Protocol):
 
     def report(self, records: Sequence[Any]) -> None:
         """Report committed steps."""
-        ...
 
     def went_back(self, generation: int, step: int) -> None:
         """Report that a generation goes on from the checkpoint of a step."""
-        ...
 
 
 class Ledger:
