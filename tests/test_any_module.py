@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 import andon
 from andon.engine.gradients.arena import Arena
 from andon.optim.base import Range, UpdateRule
-from andon.run.script import _from_plain, _to_plain
+from andon.run.records.typed_json import from_json, to_json
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests.group_harness import World
@@ -182,7 +182,7 @@ def test_torchs_schedulers_work_as_with_torchs_own_optimizer_and_their_state_sur
             scheduler.step()
         assert rates == expected
     state = scheduler.state_dict()
-    assert _from_plain(_to_plain(state)) == state
+    assert from_json(to_json(state)) == state
     model.close()
 
 

@@ -87,7 +87,7 @@ def test_text_shorter_than_one_window(tmp_path: Path) -> None:
 def test_invalid_utf_8_is_replaced_and_counted(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(TEXT.encode() + b"\xff\xfe" + TEXT.encode())
     code, output = andon("train", *SMALL, "--run.dir=run", "bad.txt", cwd=tmp_path)
-    assert code == 0 and "no valid UTF-8" in output, output
+    assert code == 0 and "not valid UTF-8" in output, output
 
 
 def test_a_vocabulary_that_does_not_fit(tmp_path: Path) -> None:

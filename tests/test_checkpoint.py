@@ -245,6 +245,16 @@ def test_a_file_that_is_missing_or_planted_is_refused(saved: Path) -> None:
     planted.unlink()
 
 
+def test_a_run_that_resumes_twice_names_a_damaged_checkpoint_once_each_time(saved: Path) -> None:
+    newest, run = checkpoint_path(saved / "checkpoints", STEPS), RunFolder(saved)
+    with restored(newest / NAME):
+        (newest / NAME).unlink()
+        for _ in range(2):
+            run.resume_from("auto")
+            (note,) = run.notes
+            assert newest.name in note
+
+
 def test_moments_are_verified_by_the_rank_that_reads_them(saved: Path, tokens: Path) -> None:
     """Rank 0 has verified its copy; that of another machine may be another."""
     newest = checkpoint_path(saved / "checkpoints", STEPS)
@@ -279,7 +289,7 @@ def test_a_manifest_that_points_elsewhere_is_refused(saved: Path, name: str) -> 
         body = json.loads(data)
         body["files"][name] = {"size": 1, "blake3": "00"}
         (newest / NAME).write_bytes(render(body["step"], body["files"], body["units"]))
-        with pytest.raises(Damaged, match="is no name of a file"):
+        with pytest.raises(Damaged, match="is not the name of a file"):
             verify(newest)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from andon.checkpoint.disk.listing import checkpoint_path, steps
 from andon.checkpoint.disk.manifest import Manifest, verify
-from andon.checkpoint.saver import CANCELLING
+from andon.checkpoint.saver import CANCEL_SECONDS
 from andon.config.schema import Config
 from andon.engine.trainer import Trainer
 from andon.errors import UserError
@@ -128,7 +128,7 @@ def test_a_save_that_has_room_waits_for_no_removal(tokens: Path, tmp_path: Path)
     started = time.monotonic()
     _, heard = run_alone(tokens, config)
     assert names(heard, "save_failed") == [] and names(heard, "checkpoint") == [2, 4, 6]
-    assert time.monotonic() - started < CANCELLING + 8 * busy()
+    assert time.monotonic() - started < CANCEL_SECONDS + 8 * busy()
 
 
 def test_a_full_disk_stops_the_run_where_that_is_configured(tmp_path: Path, tokens: Path, small_disk: Path) -> None:
@@ -287,7 +287,7 @@ def test_a_run_whose_folder_another_has_taken_writes_nothing_there(tmp_path: Pat
 def test_training_goes_on_beside_a_save_that_does_not_end(
     tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("andon.checkpoint.checkpointer.PATIENCE", 0.2)
+    monkeypatch.setattr("andon.checkpoint.checkpointer.PATIENCE_SECONDS", 0.2)
     config = quick_config(tmp_path, fault=["stall:rank=0,step=2,at=wrote,seconds=2"], train__steps=40)
     _, heard = run_alone(tokens, config)
     notes = [said["text"] for said in heard if said["event"] == "note"]

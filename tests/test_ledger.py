@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_a_ledger_goes_on_where_a_resumed_run_starts(tmp_path: Path) -> None:
     again.close()
     lines = list(read(tmp_path / FILE))
     assert [line.get("step", line.get("back")) for line in lines] == [None, 1, 2, 3, 2, None, 3]
+
+
+def test_a_line_whose_sync_failed_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError(5, "Input/output error")]
+
+    def sync(descriptor: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(os, "fsync", sync)
+    ledger = Ledger(tmp_path, 0)
+    ledger.begin(0, ["here"])
+    ledger.commit(record(1))
+    ledger.close()
+    assert not failures and [line.get("step") for line in read(tmp_path / FILE)] == [None, 1]
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_what_was_not_reported_or_has_lost_bytes_is_not_published(tmp_path: Path
     folder = store.begin(7, 1)
     (folder / "a.txt").write_text("whole")
     with pytest.raises(OSError, match=r"also holds a\.txt"):
-        store.publish(folder, {}, {}, nowhere)
+        store.publish(7, 1, {}, {}, nowhere)
     with pytest.raises(OSError, match="does not have the 6 bytes"):
-        store.publish(folder, {"a.txt": Record(6, "")}, {}, nowhere)
+        store.publish(7, 1, {"a.txt": Record(6, "")}, {}, nowhere)
     assert steps(tmp_path) == []
-    assert store.publish(folder, {"a.txt": Record(5, "")}, {}, nowhere) == tmp_path / "checkpoint-7"
+    assert store.publish(7, 1, {"a.txt": Record(5, "")}, {}, nowhere) == tmp_path / "checkpoint-7"
     assert steps(tmp_path) == [7]

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from andon.config.load import keys, load
-from andon.run.screen.ending import again
+from andon.run.screen.ending import same_command
 from tests.group_harness import busy
 from tests.runs import SMALL, andon, finish, start, summary, train, wait_for_step
 from tests.test_board import begin, event, step, write
@@ -56,7 +56,7 @@ def test_a_halt_fits_one_screen_and_the_command_to_try_has_no_fault(tmp_path: Pa
     findings = json.loads((tmp_path / "run" / "halt.json").read_text())["findings"]
     assert f"{len(findings)} parameters, first {findings[0]['parameter']}" in card and "halt.json" in card
     assert "andon data show" in card and "andon train --model.vocab=300" in card and "--fault" not in card
-    assert again(["train", "--fault", "a", "x y", "--fault=b"]) == "andon train 'x y'"
+    assert same_command(["train", "--fault", "a", "x y", "--fault=b"]) == "andon train 'x y'"
 
 
 def test_a_skipped_step_is_said_at_once_and_at_the_end(tmp_path: Path) -> None:

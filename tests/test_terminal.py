@@ -49,6 +49,12 @@ def test_events_show_control_characters_harmlessly(capsys: pytest.CaptureFixture
     assert is_harmless(capsys.readouterr().out)
 
 
+def test_a_step_shows_its_mfu_where_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    known = {"step": 1, "loss": 2.0, "tokens_per_s": 10.0, "lr": 0.1, "grad_norm": 1.0}
+    Display(Terminal(), load(None))(event("step", **known, mfu=0.421))
+    assert "MFU 42.1%" in capsys.readouterr().out
+
+
 def test_errors_show_control_characters_harmlessly(capsys: pytest.CaptureFixture[str]) -> None:
     show_error(Terminal(stderr=True), UserError(EVIL, EVIL, EVIL))
     assert capsys.readouterr().err == f"{SPELLED_OUT}\n" * 3

@@ -1,1 +1,1 @@
-"""Checkpoints: what loads was verified."""
+"""Checkpoints: only what was verified is loaded."""

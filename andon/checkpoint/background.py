@@ -7,18 +7,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-LOWEST = 19
+LOWEST_PRIORITY = 19
 
 
-def background(name: str, prepare: Callable[[], None], work: Callable[[], Any]) -> Future[Any]:
-    """Work in a daemon thread: unlike those of a pool, it does not keep the process from ending."""
+def background(name: str, work: Callable[[], Any], prepare: Callable[[], None] = lambda: None) -> Future[Any]:
+    """Run `prepare`, then `work`, in a daemon thread: unlike a pool's, it does not keep the process from ending."""
     task: Future[Any] = Future()
 
     def run() -> None:
         try:
             prepare()
             task.set_result(work())
-        except BaseException as error:  # whoever asks for the result gets it
+        except BaseException as error:  # raised again by `result`
             task.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -26,6 +26,6 @@ def background(name: str, prepare: Callable[[], None], work: Callable[[], Any]) 
 
 
 def lowest_priority() -> None:
-    """Give this thread the processor only when nothing else wants it."""
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+    """Let this thread run only when a core would be idle otherwise."""
+    if sys.platform == "linux":  # elsewhere only a process has a priority
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

@@ -1,4 +1,4 @@
-"""The optimizer's state in a checkpoint: which rank saves which piece, and how each rank gets its part back.
+"""The optimizer's state in a checkpoint: which rank saves which piece, and how each rank loads its part.
 
 A piece is named `KIND.PARAMETER[lo:hi]`: elements lo to hi of a parameter, flattened. The pieces of all ranks
 cover every parameter exactly once, so that any number of ranks can load them.
@@ -13,7 +13,7 @@ from andon.engine.optimizer import Optimizer
 from andon.optim.sharding import Ownership, Zero
 
 ReadMoments = Callable[[str, str, int, int], Tensor]
-"""(kind, parameter, lo, hi) → those elements."""
+"""(kind, parameter, lo, hi) → elements lo to hi."""
 
 
 class Moments:
@@ -22,7 +22,7 @@ class Moments:
     def __init__(self, optimizer: Optimizer, rank_0_writes_all: bool) -> None:
         self.optimizer, self.model = optimizer, optimizer.model
         self.gathers = rank_0_writes_all and optimizer.ownership.sharded
-        """Whether rank 0 must collect what the others own before each save."""
+        """Whether rank 0 must gather the other ranks' state before each save."""
         self._rank_0_writes_all = rank_0_writes_all
         self._gathered: dict[str, Tensor] = {}
 
@@ -33,16 +33,15 @@ class Moments:
         return {(kind, name): parameters[name].numel() for kind in self.optimizer.rule.state for name in parameters}
 
     def to_save(self) -> dict[str, Tensor]:
-        """The pieces that this rank saves, where they are; with `gathers` every rank must call it together."""
+        """The pieces that this rank saves, not copied; with `gathers` all ranks must call it together."""
         membership, rule = self.model.membership, self.optimizer.rule
         if self.gathers:
-            whole = self._gather()
-            return {f"{name}[0:{tensor.numel()}]": tensor.view(-1) for name, tensor in whole.items()}
+            return self._gather()
         if self._rank_0_writes_all and membership.rank:
             return {}
         ranges = self.optimizer.owned_parts
         if not self._rank_0_writes_all and not self.optimizer.ownership.sharded:
-            # Every rank has all of it: each saves an even share.
+            # Every rank has the whole state: each saves an even share.
             even = Ownership.of(self.model.arena.layout, membership.world_size, Zero("even"))
             ranges = even.parts(membership.rank)
         pieces = list(rule.pieces(ranges))
@@ -53,9 +52,9 @@ class Moments:
         }
 
     def _gather(self) -> dict[str, Tensor]:
-        """The whole state on the CPU of rank 0, nothing elsewhere.
+        """Gather the whole state on the CPU of rank 0; the other ranks return nothing.
 
-        The others hold one unit at a time; rank 0 keeps its buffers for the next save."""
+        They need memory for one unit only. Rank 0 keeps its buffers for the next save."""
         layout, group = self.model.arena.layout, self.model.group
         largest = max(unit.stop - unit.start for unit in layout.units)
         found: dict[str, Tensor] = {}
@@ -71,7 +70,8 @@ class Moments:
                 at += hi - lo
                 group.all_gather(whole, bounds)
             if group.rank == 0:
-                found |= {f"{kind}.{name}": view for name, view in layout.views(buffer).items()}
+                views = layout.views(buffer).items()
+                found |= {f"{kind}.{name}[0:{view.numel()}]": view.view(-1) for name, view in views}
         return found
 
     def load(self, read: ReadMoments) -> None:
@@ -81,7 +81,7 @@ class Moments:
                 flat[at : at + hi - lo].copy_(read(kind, name, lo, hi))
 
     def receive(self, read: ReadMoments | None) -> None:
-        """Get this rank's part from rank 0, which alone can read it."""
+        """Receive this rank's part from rank 0, the only rank that can read the checkpoint."""
         arena, group = self.model.arena, self.model.group
         for kind, flat in self.optimizer.rule.state.items():
             for unit in arena.layout.units:

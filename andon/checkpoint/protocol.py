@@ -1,17 +1,17 @@
-"""The save protocol as a state machine: no clock, no file, no thread of its own.
+"""The save protocol as a state machine, without clock, files or threads.
 
     training → requested → synced → writing → complete → training
 
-A save is *requested* on every rank at the same step. Each rank copies aside what it will write and *acks*
-with the digests of its weights, one per unit. Once every rank has acked with equal digests the ranks are
-*synced*, and each begins *writing* its files. Once every rank *wrote*, rank 0 publishes the checkpoint and
-the save is *complete*. Acks are counted by distinct rank, and each names its *turn* (the number of the
-request), so that neither a repeated ack nor a late one of an earlier save can pass for another.
+A save is *requested* on every rank at the same step. Each rank copies what it will write and *acks* with the
+digests of its weights, one per unit. Once every rank has acked with equal digests the ranks are *synced*, and
+each begins *writing* its files. Once every rank *wrote*, rank 0 publishes the checkpoint and the save is
+*complete*. Acks are counted by distinct rank, and each names its *turn* (the number of the request), so that a
+repeated ack, or a late ack of an earlier save, does not count for another.
 
-A rank that fails says so instead of its ack; the save is *aborted*, which is to say back to training with the
-reason kept, when all ranks have reported (so that none still writes), and at once when digests differ, a rank
-is lost or the deadline has passed. Every rank runs this machine on the same statuses in the same order, so
-that all are in the same phase at the same step.
+A rank that fails reports that instead of its ack. The save is then *aborted*: the phase is training again, and the
+reason is kept. This happens when all ranks have reported (so that none still writes), and at once when digests
+differ, a rank is lost or the deadline has passed. Every rank runs this machine on the same statuses in the same
+order, so that all are in the same phase at the same step.
 """
 
 from enum import StrEnum
@@ -20,7 +20,7 @@ Digests = tuple[str, ...]
 
 
 class Phase(StrEnum):
-    """Where a save is."""
+    """The state of a save."""
 
     TRAINING = "training"
     REQUESTED = "requested"
@@ -30,7 +30,7 @@ class Phase(StrEnum):
 
 
 class Save:
-    """The save of a group of ranks; `seconds` is the longest that it may take."""
+    """The save of a group of ranks, which may take `seconds` at most."""
 
     def __init__(self, world_size: int, seconds: float) -> None:
         self.world_size, self.seconds = world_size, seconds
@@ -40,7 +40,7 @@ class Save:
         self.reason = ""
         """Why the last save was aborted; empty if it was not."""
         self.differing: tuple[int, ...] = ()
-        """Which of the digests differed between the ranks, if that was the reason."""
+        """Indices of the digests that differed between ranks, if that was the reason."""
         self.acks: dict[int, Digests] = {}
         self.failures: dict[int, str] = {}
         self._wrote: set[int] = set()
@@ -48,7 +48,7 @@ class Save:
 
     @property
     def running(self) -> bool:
-        """Whether a save is on its way."""
+        """Whether a save is in progress."""
         return self.phase is not Phase.TRAINING
 
     @property
@@ -65,7 +65,7 @@ class Save:
         return self.phase is Phase.WRITING and len(self._wrote) == self.world_size
 
     def request(self, step: int) -> bool:
-        """Begin to save a step; False: a save is on its way, and this one is refused."""
+        """Begin to save a step; False: another save is in progress."""
         if self.running:
             return False
         self.phase, self.step, self.turn = Phase.REQUESTED, step, self.turn + 1
@@ -74,13 +74,13 @@ class Save:
         return True
 
     def ack(self, rank: int, turn: int, digests: Digests) -> None:
-        """A rank has copied its part aside and tells the digests of its weights."""
+        """A rank has copied its part, and reports the digests of its weights."""
         if self._counts(rank, turn, Phase.REQUESTED):
             self.acks[rank] = digests
             self._advance()
 
     def begin_writing(self) -> None:
-        """Every rank begins, once all are synced."""
+        """Every rank begins to write: all are synced."""
         assert self.phase is Phase.SYNCED, self.phase
         self.phase = Phase.WRITING
 
@@ -91,7 +91,7 @@ class Save:
             self._advance()
 
     def fail(self, rank: int, turn: int, reason: str) -> None:
-        """A rank could not do its part; rank 0 says so too when it could not publish."""
+        """A rank could not do its part, or rank 0 could not publish."""
         if turn != self.turn or self.phase not in (Phase.REQUESTED, Phase.WRITING):
             return
         if self.all_wrote and rank == 0:
@@ -106,12 +106,12 @@ class Save:
             self.phase = Phase.COMPLETE
 
     def resume(self) -> None:
-        """Everyone knows that it is complete."""
+        """Every rank knows that the save is complete."""
         assert self.phase is Phase.COMPLETE, self.phase
         self.phase = Phase.TRAINING
 
     def check_deadline(self, now: float) -> None:
-        """Give up a save whose deadline has passed; the clock starts with the first call."""
+        """Abort a save whose deadline has passed; its time starts with the first call."""
         if self._deadline is None:
             self._deadline = now + self.seconds
         if now > self._deadline and self.running and self.phase is not Phase.COMPLETE:
@@ -119,7 +119,7 @@ class Save:
             self.abort(f"rank {late} did not finish {self.phase} within {self.seconds:g} s")
 
     def abort(self, reason: str) -> None:
-        """Back to training; what was being saved is given up. Once complete there is nothing to give up."""
+        """Give up the save, and return to training; a save that is complete stays so."""
         if self.running and self.phase is not Phase.COMPLETE:
             self.phase, self.reason = Phase.TRAINING, reason
 
@@ -127,13 +127,13 @@ class Save:
         return turn == self.turn and self.phase is phase and rank in self.awaited
 
     def _advance(self) -> None:
-        """Once every rank has reported: go on, or give up."""
+        """Once every rank has reported, enter the next phase or abort."""
         if self.awaited:
             return
         if self.failures:
             self.abort("; ".join(f"rank {rank}: {why}" for rank, why in sorted(self.failures.items())))
         elif self.phase is Phase.REQUESTED:
-            columns = list(zip(*(self.acks[rank] for rank in range(self.world_size)), strict=True))
+            columns = zip(*self.acks.values(), strict=True)
             self.differing = tuple(index for index, column in enumerate(columns) if len(set(column)) > 1)
             if self.differing:
                 self.abort("the ranks hold different weights")

@@ -1,7 +1,7 @@
-"""Going on from a checkpoint: what must fit, and how weights and optimizer state reach every rank.
+"""Resuming from a checkpoint: checks that it fits, and how weights and optimizer state reach every rank.
 
-If all ranks see the same checkpoint, each reads its own part, and what it reads is verified as it is read.
-Otherwise rank 0 reads everything and sends it to the others.
+If all ranks see the same checkpoint, each reads and verifies its own part. If not, rank 0 reads everything and sends it
+to the others.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from andon.transport.base import Group
 
 @dataclass(frozen=True)
 class _Opened:
-    """A checkpoint that this rank reads: `state.json`, the digest of each unit's weights, the moments."""
+    """A checkpoint that this rank can read: its `state.json`, the digests of its units, a reader of its moments."""
 
     state: dict[str, Any]
     units: dict[str, str]
@@ -36,11 +36,11 @@ class _Opened:
 
 
 Check = Callable[[Path, Mapping[str, Any]], None]
-"""(folder, `state.json`): refuses a checkpoint from which the run cannot go on."""
+"""Called with the folder and the `state.json` of a checkpoint; refuses one from which the run cannot resume."""
 
 
 def load_checkpoint(folder: Path, optimizer: Optimizer, check: Check) -> dict[str, Any]:
-    """Load weights, buffers and optimizer state on every rank; gives `state.json`."""
+    """Load weights, buffers and optimizer state on every rank; returns `state.json`."""
     model, group = optimizer.model, optimizer.model.group
     moments = Moments(optimizer, rank_0_writes_all=False)
     seen = group.all_gather_bytes(_manifest_digest(folder).encode())
@@ -49,8 +49,8 @@ def load_checkpoint(folder: Path, optimizer: Optimizer, check: Check) -> dict[st
         opened = None
         if same_for_all or group.rank == 0:
             opened = stack.enter_context(_open(folder, moments, check))
-        told = json.dumps([opened.state, opened.units] if opened else None).encode()
-        state, units = json.loads(group.all_gather_bytes(told)[0])
+        mine = json.dumps([opened.state, opened.units] if opened else None).encode()
+        state, units = json.loads(group.all_gather_bytes(mine)[0])
         if same_for_all and opened:
             moments.load(opened.moments)
         else:
@@ -59,13 +59,12 @@ def load_checkpoint(folder: Path, optimizer: Optimizer, check: Check) -> dict[st
                 _broadcast(group, buffer)
             moments.receive(opened.moments if opened else None)
     check_units(folder, units, model.arena)
-    found: dict[str, Any] = state
-    return found
+    return dict(state)
 
 
 @contextlib.contextmanager
 def _open(folder: Path, moments: Moments, check: Check) -> Iterator[_Opened]:
-    """Check a checkpoint against this run and read it: weights into the model, moments on demand."""
+    """Check that a checkpoint fits this run, load its weights into the model, and open its moments."""
     state = load_state(folder)
     check(folder, state)
     with reading(folder):
@@ -78,7 +77,7 @@ def _open(folder: Path, moments: Moments, check: Check) -> Iterator[_Opened]:
 
 
 def _check_buffers(folder: Path, known: Manifest, buffers: Mapping[str, Tensor]) -> None:
-    """Refuse buffers that are not those that were saved; weights are checked by unit."""
+    """Refuse buffers that are not those that were saved; `check_units` does so for weights."""
     saved = {tensor: (file, digest) for file, tensor, digest in known.tensors()}
     for name, buffer in buffers.items():
         file, digest = saved[name]
@@ -87,14 +86,14 @@ def _check_buffers(folder: Path, known: Manifest, buffers: Mapping[str, Tensor])
 
 
 def _broadcast(group: Group, buffer: Tensor) -> None:
-    """Rank 0's values of a buffer of any type."""
+    """Give all ranks the values that a buffer of any type has on rank 0."""
     data = group.all_gather_bytes(bytes(as_bytes(buffer)) if group.rank == 0 else b"")[0]
     if data:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=buffer.dtype).view(buffer.shape))
 
 
 def _manifest_digest(folder: Path) -> str:
-    """Which checkpoint this rank sees; empty if it sees none, or one that is damaged."""
+    """The digest of the checkpoint that this rank sees; empty if it sees none, or a damaged one."""
     try:
         return read_manifest(folder).digest
     except Damaged:

@@ -1,13 +1,13 @@
-"""A snapshot: a copy of what one rank will write, taken while training goes on.
+"""A snapshot: a copy of what one rank will write, taken during training.
 
-Rank 0 writes the weights and the module's buffers; the optimizer's state is shared out among the ranks
+Rank 0 writes the weights and the module's buffers; the optimizer's state is divided among the ranks
 (`checkpoint.moments`). Weights and state do not change before the next optimizer step, so a background thread can copy
-them during the next forward and backward; the module's buffers are few and copied at once. The memory of the copies is
-kept for the next save. The same pass takes the digests of the weights: of the copy where there is one, and elsewhere of
-the weights themselves.
+them during the next forward and backward; the module's buffers are small and copied at once. The memory of the copies
+is kept for the next save. The same pass computes the digests of the weights: of the copy on ranks that make one, of the
+weights themselves on the others.
 
-From a GPU everything is copied to pinned memory, on a stream of its own, in less time than a step takes. Training waits
-for these copies only: digests are taken of them afterwards.
+From a GPU everything is copied to pinned memory, on a separate stream, in less time than a step takes. Training waits
+for these copies only: their digests are computed afterwards.
 """
 
 import threading
@@ -24,7 +24,7 @@ from andon.engine.gradients.arena import Arena, Layout
 
 
 class Snapshot:
-    """What one rank writes: its piece of the moments, which lie in `shards` files, and on rank 0 the weights."""
+    """What one rank writes: its part of the moments, as one of `shards` files, and on rank 0 the weights."""
 
     def __init__(self, arena: Arena, moments: Mapping[str, Tensor], shards: int, weights: bool) -> None:
         self.arena, self.sources, self.shards = arena, moments, shards
@@ -34,15 +34,15 @@ class Snapshot:
         self.digests: dict[str, str] = {}
         """BLAKE3 of each weight."""
         self.copied = threading.Event()
-        """Set when nothing more is copied: from then on weights and state may change."""
+        """Set when everything is copied, or copying has failed: from then on weights and state may change."""
         self._with_weights = weights
         self._gpu = _Gpu(arena.device) if arena.device.type == "cuda" else None
-        self._memory = background("andon-snapshot", _nothing, self._allocate) if self._gpu else None
-        """Pinning gigabytes takes seconds: that begins at once."""
+        self._allocation = background("andon-snapshot", self._allocate) if self._gpu else None
+        """Pinning gigabytes takes seconds, so it starts right away."""
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it copies from a GPU."""
+        """Whether the state is copied from a GPU."""
         return self._gpu is not None
 
     @property
@@ -55,13 +55,13 @@ class Snapshot:
         self.buffers = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
 
     def begin(self) -> None:
-        """The state to copy is what all work leaves that was launched so far."""
+        """Mark the moment: the copies hold the state after all work that has been launched so far."""
         self.copied.clear()
         if self._gpu:
             self._gpu.mark()
 
-    def take(self, at: At) -> tuple[str, ...]:
-        """Copy everything; the digest of each unit's weights."""
+    def take(self, at: At) -> dict[str, str]:
+        """Copy everything; returns the digest of each unit's weights."""
         try:
             self._copy(at)
         finally:
@@ -78,8 +78,8 @@ class Snapshot:
             self._allocate()
             self._copy_on_cpu(at)
             return
-        assert self._memory
-        self._memory.result()
+        assert self._allocation
+        self._allocation.result()
         with self._gpu.copying():
             at("snapshot")
             self._flat.copy_(self.arena.weights, non_blocking=True)
@@ -97,17 +97,17 @@ class Snapshot:
             self.moments[name].copy_(source)
 
     def _allocate(self) -> None:
-        """Memory for the copies, once; on a GPU for the weights on every rank, whose digests are taken of the copy."""
+        """Allocate the copies, once; with a GPU every rank copies the weights, because digests need them on the CPU."""
         pinned = self._gpu is not None
         if not self.weights and (self._with_weights or pinned):
-            self._flat = _memory(self.arena.layout.size, self.arena.buffer.dtype, pinned)
+            self._flat = _host_memory(self.arena.layout.size, self.arena.buffer.dtype, pinned)
             self.weights = self.arena.layout.views(self._flat) if self._with_weights else {}
         if not self.moments and self.sources:
             self.moments = _like(self.sources, pinned)
 
 
 class _Gpu:
-    """Copies from a GPU on a stream of their own, of the state at a point of the training's stream."""
+    """Copies from a GPU on a separate stream: the state at a marked point of the training's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ class _Gpu:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """What is copied inside has arrived at the end."""
+        """Run copies on the stream, and wait at the end until they have arrived."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._point)
             yield
@@ -131,38 +131,33 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in buffers.items() if name in state}
 
 
-def unit_digests(layout: Layout, digests: Mapping[str, str]) -> tuple[str, ...]:
+def unit_digests(layout: Layout, digests: Mapping[str, str]) -> dict[str, str]:
     """The digest of each unit: BLAKE3 over its parameters' names and digests."""
-    texts = ("".join(f"{piece.name} {digests[piece.name]}\n" for piece in unit.slices) for unit in layout.units)
-    return tuple(blake3(text.encode()).hexdigest() for text in texts)
-
-
-def weights_digests(arena: Arena) -> dict[str, str]:
-    """The digest of each unit of the weights as they are, by its name."""
-    views = arena.layout.views(arena.weights)
-    found = unit_digests(arena.layout, {name: tensor_blake3(view) for name, view in views.items()})
-    return {unit.name: digest for unit, digest in zip(arena.layout.units, found, strict=True)}
-
-
-def _like(sources: Mapping[str, Tensor], pinned: bool) -> dict[str, Tensor]:
-    """Tensors of the same sizes, in one buffer."""
-    flat = _memory(sum(source.numel() for source in sources.values()), torch.float32, pinned)
-    found, start = {}, 0
-    for name, source in sources.items():
-        found[name] = flat[start : start + source.numel()]
-        start += source.numel()
+    found = {}
+    for unit in layout.units:
+        text = "".join(f"{piece.name} {digests[piece.name]}\n" for piece in unit.slices)
+        found[unit.name] = blake3(text.encode()).hexdigest()
     return found
 
 
-def _memory(size: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Memory of the host; where so much cannot be pinned, ordinary memory, to which copies are slower."""
+def weights_digests(arena: Arena) -> dict[str, str]:
+    """The digest of each unit of the current weights."""
+    views = arena.layout.views(arena.weights)
+    return unit_digests(arena.layout, {name: tensor_blake3(view) for name, view in views.items()})
+
+
+def _like(sources: Mapping[str, Tensor], pinned: bool) -> dict[str, Tensor]:
+    """Allocate tensors of the same sizes, in one buffer."""
+    sizes = [source.numel() for source in sources.values()]
+    parts = torch.split(_host_memory(sum(sizes), torch.float32, pinned), sizes)
+    return dict(zip(sources, parts, strict=True))
+
+
+def _host_memory(size: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Allocate host memory; if pinning fails, it is pageable, and copies take longer."""
     try:
         return torch.empty(size, dtype=dtype, pin_memory=pinned)
     except RuntimeError:
         if not pinned:
             raise
         return torch.empty(size, dtype=dtype)
-
-
-def _nothing() -> None:
-    pass

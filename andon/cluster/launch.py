@@ -35,7 +35,7 @@ from andon.numerics import kernels
 from andon.run.records.events import Emit, Event, Recorder, event, last_step
 from andon.run.records.folder import RunFolder, read_mark
 from andon.run.records.ledger import Ledger
-from andon.run.records.resize import Wish
+from andon.run.records.resize import RequestedWorkers
 from andon.run.screen.display import Display, show_error
 from andon.run.screen.outlook import machine_notes
 from andon.transport.address import address_text
@@ -191,9 +191,9 @@ def _coordinate(
 
             workers = stack.enter_context(Workers(start, logs, config.restarts))
             save_on_signal(save, workers.quit)
-            wish = Wish(folder.folder)
+            requested = RequestedWorkers(folder.folder)
             if transport.goes_on:
-                workers.new_size = lambda: wish.new(config.workers, config.train.slots)
+                workers.new_size = lambda: requested.changed(config.workers, config.train.slots)
             workers.start(config.workers)
             code = workers.wait(coordinator)
     if workers and workers.was_quit:

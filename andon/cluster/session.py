@@ -17,8 +17,9 @@ from andon.errors import UserError
 from andon.integrity.halt import JidokaHalt
 from andon.integrity.probe import compare_probes, differing, take_probe
 from andon.run.build import Builder
-from andon.run.loop import Books, Loop
+from andon.run.loop import Loop
 from andon.run.records.events import Emit, Event, event, no_event
+from andon.run.records.ledger import LedgerReports
 from andon.transport.base import TRANSPORTS, Group, Rendezvous, Settings, fastest_here, open_group
 from andon.transport.local import LocalGroup
 
@@ -36,7 +37,7 @@ class Hooks:
     """Whether a worker waits to join, or is to leave."""
     shrink_wanted: Callable[[], bool] = lambda: False
     """Whether a worker is to leave."""
-    books: Books | None = None
+    ledger: LedgerReports | None = None
 
 
 def train(config: RunSettings, data: Prepared, group: Group, resume: Path | None, hooks: Hooks) -> bool:
@@ -134,7 +135,7 @@ class Session:
 
     def _built(self, trainer: Trainer, builder: Builder) -> None:
         self.optimizer = trainer.optimizer
-        self.run = builder.loop(trainer, self.hooks.emit, self.hooks.books)
+        self.run = builder.loop(trainer, self.hooks.emit, self.hooks.ledger)
         self.hooks.on_built(trainer)
 
     def _emit(self, event: Event) -> None:

@@ -100,7 +100,7 @@ def _stories(config: Config, model: Llama, tokens: TokenSet) -> dict[str, Any]:
     """Let the model write stories; returns their valid share and the floor of the loss."""
     with torch.no_grad():
         count = config.eval.stories or 64
-        texts = evaluation.write(model, tokens.tokenizer(), count, config.eval.temperature, config.seed)
+        texts = evaluation.sample_texts(model, tokens.tokenizer(), count, config.eval.temperature, config.seed)
     score = evaluation.story_score(texts, config.seed, config.data.stories)
     floor = evaluation.loss_floor(config.data.stories, tokens.token_count)
     return {"stories": count, "valid_share": score.valid_share, "known": score.known, "floor": floor}

@@ -17,8 +17,8 @@ from andon.finetune.loop import FineTuning
 from andon.finetune.model import build_model
 from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 from andon.run.build import Builder
-from andon.run.loop import Books
 from andon.run.records.events import Emit
+from andon.run.records.ledger import LedgerReports
 
 TOKENIZER_TEXTS: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -56,6 +56,6 @@ class FineTuningBuilder(Builder):
         texts = {file.name: file.read_text(encoding="utf-8") for file in found if file.is_file()}
         return {"config.json": json.dumps(fields, indent=2, default=str) + "\n", **texts}
 
-    def loop(self, trainer: Trainer, emit: Emit, books: Books | None = None) -> FineTuning:
+    def loop(self, trainer: Trainer, emit: Emit, ledger: LedgerReports | None = None) -> FineTuning:
         """The loop over the steps of a trainer."""
-        return FineTuning(self.config, self.samples, self.base, trainer, emit, books)
+        return FineTuning(self.config, self.samples, self.base, trainer, emit, ledger)

@@ -15,8 +15,9 @@ from andon.finetune.result import write_result
 from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 from andon.finetune.task import Learning
 from andon.run.build import computes_in_bf16
-from andon.run.loop import LONGEST_TEXT, Books, Loop, while_others_wait
-from andon.run.records.events import Emit, event
+from andon.run.loop import TEXT_CHARS, Loop, while_others_wait
+from andon.run.records.events import Emit
+from andon.run.records.ledger import LedgerReports
 
 
 class FineTuning(Loop):
@@ -29,9 +30,9 @@ class FineTuning(Loop):
         base: Base,
         trainer: Trainer,
         emit: Emit,
-        books: Books | None = None,
+        ledger: LedgerReports | None = None,
     ) -> None:
-        super().__init__(config, samples.digest, trainer, emit, books)
+        super().__init__(config, samples.digest, trainer, emit, ledger)
         self.config, self.samples, self.base = config, samples, base
         module = trainer.model.module
         bf16 = computes_in_bf16(config, trainer.model.arena.device)
@@ -63,20 +64,20 @@ class FineTuning(Loop):
             for name, number in found.items()
             if number is not None
         }
-        return {name: f"{text} → {answer}"[:LONGEST_TEXT] for name, (text, answer) in read.items()}
+        return {name: f"{text} → {answer}"[:TEXT_CHARS] for name, (text, answer) in read.items()}
 
     def before_first_step(self) -> None:
         """How good the model is before it learns, and its answers to held-out samples."""
         self.evaluate()
         for text in while_others_wait(self.group, self.answers) or []:
-            self.emit(event("sample", step=0, text=text))
+            self.emit("sample", step=0, text=text)
 
     def evaluate(self) -> dict[str, Any]:
         """Loss and accuracy on held-out samples."""
         score = self.learning.evaluate(self.batches.validation(self.config.eval.samples), self.group)
         right = {"correct": score.correct, "total": score.total, "accuracy": score.accuracy}
         result = {"step": self.trainer.progress.step, "loss": score.loss, **right}
-        self.emit(event("eval", **result))
+        self.emit("eval", **result)
         return result
 
     @property

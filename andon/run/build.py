@@ -1,7 +1,7 @@
-"""From a configuration to one rank's run: the one place where its parts are put together.
+"""Building one rank's run from a configuration.
 
 A worker that joins a run has model and optimizer before it has a group. So a run is built in three parts, each from the
-one before: the optimizer (with the model), the trainer, the loop. A kind of run is a subclass that knows its own model.
+one before: the optimizer (with the model), the trainer, the loop. Each kind of run is a subclass with its own model.
 """
 
 from abc import ABC, abstractmethod
@@ -22,25 +22,26 @@ from andon.engine.trainer import StepSettings, Trainer
 from andon.integrity.faults import Faults
 from andon.optim import schedules
 from andon.optim.sharding import Zero
-from andon.run.loop import Books, Loop
+from andon.run.loop import Loop
 from andon.run.records.events import Emit, event
 from andon.run.records.folder import read_mark
+from andon.run.records.ledger import LedgerReports
 from andon.run.resumable import check_resumable
 from andon.transport.base import Group
 
 
 class Builder(ABC):
-    """Builds one rank's run of some kind."""
+    """Builds one rank's run."""
 
     def __init__(self, config: RunSettings, data: Prepared) -> None:
         self.settings, self.digest = config, data.digest
 
     @abstractmethod
     def model(self, device: torch.device, reads_weights: bool) -> nn.Module:
-        """The model on a device; `reads_weights`: with its first weights, also those that come from a file."""
+        """Build the model on a device; with `reads_weights` it has its first weights, also those of a file."""
 
     def overlaps_gather(self, module: nn.Module) -> bool:
-        """Whether forward may begin while updated weights still arrive."""
+        """Whether forward may begin before all updated weights have arrived."""
         return False
 
     @abstractmethod
@@ -49,17 +50,17 @@ class Builder(ABC):
 
     @abstractmethod
     def files(self, model: DataParallel) -> Mapping[str, str]:
-        """Text files that make a checkpoint a model folder of Hugging Face."""
+        """Text files that make a checkpoint a model folder for Hugging Face."""
 
     @abstractmethod
-    def loop(self, trainer: Trainer, emit: Emit, books: Books | None = None) -> Loop:
+    def loop(self, trainer: Trainer, emit: Emit, ledger: LedgerReports | None = None) -> Loop:
         """The loop over the steps of a trainer."""
 
     def warm_up(self, model: DataParallel) -> None:  # noqa: B027 (not every kind compiles)
-        """Compile what is compiled, for a worker that is about to join: the others do not wait for it then."""
+        """Compile the model of a worker that is about to join, so that the others do not wait for it later."""
 
     def first(self, group: Group, device: torch.device, emit: Emit) -> Trainer:
-        """The trainer of a rank of the first generation, with the configuration's faults on purpose."""
+        """Build the trainer of a rank of the first generation, with the configuration's injected faults."""
         optimizer = self.optimizer(group, device)
         trainer = self.trainer(optimizer, emit)
         if self.settings.fault:
@@ -67,7 +68,7 @@ class Builder(ABC):
         return trainer
 
     def optimizer(self, group: Group, device: torch.device, joins: bool = False) -> Optimizer:
-        """The model on its group, and AdamW over it; a worker that `joins` a run gets weights and state from others."""
+        """Build the model and AdamW; a worker that `joins` a run receives weights and state from the others."""
         config = self.settings
         allow_faster_kernels(config, device)
         module = self.model(device, reads_weights=group.rank == 0 and not joins)
@@ -76,33 +77,32 @@ class Builder(ABC):
         return optimizer
 
     def trainer(self, optimizer: Optimizer, emit: Emit) -> Trainer:
-        """The trainer of an optimizer: its batches and its checkpoints. Only rank 0 emits events."""
+        """Build the trainer with its batches and checkpoints. Only rank 0 emits events."""
         return Trainer(optimizer, self.batches(), step_settings(self.settings), self._checkpointer(optimizer, emit))
 
     def _checkpointer(self, optimizer: Optimizer, emit: Emit) -> Checkpointer:
-        """The checkpoints of the run, in its folder."""
         config, save, frozen = self.settings, self.settings.checkpoint, optimizer.model.frozen
         state = {"seed": config.seed, "data": self.digest, "frozen": frozen, "config": config.model_dump(mode="json")}
 
-        def tell(kind: str, **fields: Any) -> None:
+        def report(kind: str, **fields: Any) -> None:
             emit(event(kind, **fields))
 
         def note(text: str) -> None:
-            tell("note", text=text)
+            report("note", text=text)
 
         facts = RunFacts(
             folder=config.run.dir / "checkpoints",
             state=state,
             files=self.files(optimizer.model),
-            holder=partial(read_mark, config.run.dir),
+            folder_mark=partial(read_mark, config.run.dir),
             check=partial(check_resumable, config, (self.digest, frozen), note),
         )
         settings = SaveSettings(save.every, save.keep, save.keep_every, save.on_failure, save.timeout)
-        return Checkpointer(optimizer, facts, settings, tell)
+        return Checkpointer(optimizer, facts, settings, report)
 
 
 def allow_faster_kernels(config: RunSettings, device: torch.device) -> None:
-    """On a GPU, if the configuration lets bits vary: kernels that are not deterministic."""
+    """On a GPU, allow kernels that are not deterministic, if the configuration does."""
     if device.type == "cuda" and not config.deterministic:
         torch.set_deterministic_debug_mode("default")
 
@@ -116,13 +116,13 @@ def optimizer_of(config: RunSettings, module: nn.Module, group: Group, overlap_g
 
 
 def computes_in_bf16(config: RunSettings, device: torch.device) -> bool:
-    """Whether products are computed in bf16 on a device."""
+    """Whether matrix products are computed in bf16 on a device."""
     precision = config.train.precision
     return precision == "bf16" or (precision == "auto" and device.type == "cuda")
 
 
 def step_settings(config: RunSettings) -> StepSettings:
-    """What a step needs to know."""
+    """The settings of a step."""
     return StepSettings(
         learning_rate=partial(learning_rate, config),
         last_step=config.train.steps,
@@ -139,7 +139,7 @@ def learning_rate(config: RunSettings, step: int) -> float:
 
 
 def inject(config: RunSettings, optimizer: Optimizer) -> None:
-    """Arm the configuration's faults on purpose."""
+    """Arm the faults that the configuration injects."""
     model = optimizer.model
     membership, phases = model.membership, model.phases
     faults = Faults(config.fault, membership.order, membership.rank, model.arena.layout, optimizer.compared_state)

@@ -1,4 +1,4 @@
-"""How good a model is: loss on held-out windows, bits per byte, and the share of valid stories."""
+"""Evaluating a model: loss on held-out windows, bits per byte, and the share of valid stories."""
 
 import math
 import struct
@@ -19,7 +19,7 @@ PART = struct.Struct("<IdQ")  # micro-batch, summed loss, tokens
 
 @torch.no_grad()
 def validation_loss(model: Llama, batches: Iterable[Batch], group: Group) -> float:
-    """Mean loss per token. Ranks share the micro-batches; the sum is exact, so their number cannot matter."""
+    """Mean loss per token. Ranks share the micro-batches; the sum is exact, so that it is the same for any number."""
     mine, device = b"", model.cos.device
     for number, (x, y) in enumerate(batches):
         if number % group.world_size == group.rank:
@@ -35,7 +35,7 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / math.log(2) / bytes_per_token
 
 
-def write(model: Llama, tokenizer: Tokenizer, count: int, temperature: float, seed: int) -> list[str]:
+def sample_texts(model: Llama, tokenizer: Tokenizer, count: int, temperature: float, seed: int) -> list[str]:
     """Sample texts without a prompt, each up to the end token or one context long."""
     rows = sample(model, [[tokenizer.end]] * count, tokenizer.end, model.shape.context - 1, temperature, seed)
     return [tokenizer.decode(row) for row in rows]

@@ -23,23 +23,23 @@ PEAK_BF16: Final = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-"""Dense bf16 operations a second, as the makers state them, by words of the card's name."""
+"""Dense bf16 operations a second from the data sheets, by words of the card's name."""
 
 
 def peak_of(card: str) -> float | None:
-    """A card's peak in bf16; None if it is not known."""
+    """The peak of a card in bf16; None if it is not known."""
     words = card.replace("-", " ").split()
     known = [name for name in PEAK_BF16 if all(word in words for word in name.split())]
     return PEAK_BF16[max(known, key=len)] if known else None
 
 
 def mfu(shape: Shape, tokens_per_s: float, peak: float) -> float:
-    """The share of the peak at a rate."""
+    """The share of a peak that a model uses at `tokens_per_s`."""
     return tokens_per_s * shape.operations_per_token / peak
 
 
 def peak_of_all(group: Group, device: torch.device) -> float | None:
-    """The peak of all cards that the ranks of a group use, each counted once; every rank calls it."""
+    """The peak of all cards that the ranks use, each counted once; all ranks call it together."""
     if device.type != "cuda":
         return None
     card = torch.cuda.get_device_properties(device)

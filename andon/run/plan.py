@@ -1,14 +1,14 @@
-"""The plan of a run: memory and traffic by arithmetic, before anything heavy is loaded.
+"""The plan of a run: its memory and traffic, calculated before torch is loaded.
 
-Memory is what one worker holds at the worst moment of a step, shared memory divided among those who share it (under
-Linux the *proportional set size*, PSS, of its process), and the copies that it keeps from its first save on: its share
-of the moments, and on rank 0 the weights. The arithmetic is exact but for two figures, measured on Linux with torch
-2.13's CPU build: what torch and Andon take before there is a model, and how much more than the live tensors the C
-library's allocator keeps. On a GPU compiled blocks keep less, in bf16, and only a part of the logits; the program and
-the copies stay in the host's memory.
+Memory is the peak of one worker in a step, with shared memory divided among the workers that share it (under Linux the
+*proportional set size*, PSS, of its process), and the copies that it keeps from its first save on: its share of the
+moments, and on rank 0 the weights. The arithmetic is exact except for two figures, measured on Linux with torch 2.13's
+CPU build: the memory of torch and Andon without a model, and how much more than the live tensors the C library's
+allocator holds. On a GPU compiled blocks keep less, in bf16, and only a part of the logits; the program and the copies
+are in the host's memory.
 
 Traffic is what one rank sends in a step, on average over the ranks; in shared memory, what it moves between its own
-memory and others'. Norms and fingerprints are left out: less than a thousandth.
+memory and that of others. Norms and fingerprints are left out: they are less than a thousandth.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +24,13 @@ from andon.optim.shard_map import UnitOwners
 from andon.transport.base import TRANSPORTS, Traffic
 
 C = TypeVar("C", bound=RunSettings)
-PROGRAM: Final = 12_000_000
-"""What Python, torch and Andon take in every worker for itself."""
-SHARED: Final = 264_000_000
-"""Pages that all workers of `andon train` share: of libraries, and of what was loaded before they were forked."""
-ALLOCATOR: Final = 1.4
-"""What the allocator holds for temporary tensors, over what is live: 1.2 to 1.45 with `30m`."""
-GPU_ALLOCATOR: Final = 1.1
+PROGRAM_BYTES: Final = 12_000_000
+"""Private memory of Python, torch and Andon in every worker."""
+SHARED_BYTES: Final = 264_000_000
+"""Pages that all workers of `andon train` share: libraries, and what was loaded before the workers were forked."""
+ALLOCATOR_RATIO: Final = 1.4
+"""Memory that the allocator holds for temporary tensors, over their live bytes: 1.2 to 1.45 with `30m`."""
+GPU_ALLOCATOR_RATIO: Final = 1.1
 """The same on a GPU: 1.05 to 1.15 with `124m` to `1b`."""
 
 
@@ -45,9 +45,9 @@ class Memory:
     activations: int
     exchange: int
     snapshot: int
-    """What every rank copies aside for a save."""
+    """Copies of every rank for a save."""
     weights_snapshot: int
-    """What rank 0 copies besides."""
+    """The copy of the weights, on rank 0 only."""
 
     @property
     def step(self) -> int:
@@ -66,7 +66,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take; `sent` are the bytes that a rank sends in a step."""
+    """Size, memory and traffic of a run; `sent` are the bytes that a rank sends in a step."""
 
     parameters: int
     tokens_per_step: int
@@ -83,7 +83,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained: the parameters of each block and of each other unit, and how they are kept."""
+    """The trained parameters: their number in each block and in each other unit, and their type."""
 
     blocks: Sequence[int]
     others: Sequence[int]
@@ -91,7 +91,7 @@ class Trained:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """The number of all parameters."""
         return sum(self.blocks) + sum(self.others)
 
     @property
@@ -101,12 +101,12 @@ class Trained:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that AdamW keeps for a weight: two f32 moments, and an f32 master of one that is rounded."""
+        """Bytes that AdamW keeps for a weight: two f32 moments, and an f32 master for a bf16 weight."""
         return 12 if self.weights == "bf16" else 8
 
 
 def make_plan(config: Config) -> Plan:
-    """The arithmetic of a configuration."""
+    """The plan of a configuration."""
     shape = config.shape
     others = [shape.hidden] + [shape.vocab * shape.hidden] * (1 if shape.tied else 2)
     trained = Trained([shape.block_parameters] * shape.layers, others, config.train.weights)
@@ -117,19 +117,20 @@ def make_plan(config: Config) -> Plan:
 
 
 def memory_of(config: RunSettings, trained: Trained, activations: int, frozen: int = 0) -> Memory:
-    """What a worker holds, with so many bytes of live activations and of weights that are not trained."""
+    """The memory of a worker; `activations` and `frozen` (weights that are not trained) are in bytes."""
     order = make_order(config.train.slots, config.workers)
     accumulate = config.group.wire == "f32"
     rows = max(order.rows(rank, accumulate) for rank in range(config.workers))
     on_host = config.device != "cuda"
     weights = trained.weight_bytes * trained.parameters
+    transport = TRANSPORTS[config.group.transport]
     return Memory(
-        program=PROGRAM + SHARED // config.workers if on_host else 0,
+        program=PROGRAM_BYTES + SHARED_BYTES // config.workers if on_host else 0,
         weights=weights + frozen,
         gradients=4 * trained.parameters * rows,
         optimizer=trained.state_bytes * owned(config, trained),
-        activations=round((ALLOCATOR if on_host else GPU_ALLOCATOR) * activations),
-        exchange=exchange_buffers(config, trained),
+        activations=round((ALLOCATOR_RATIO if on_host else GPU_ALLOCATOR_RATIO) * activations),
+        exchange=transport.buffers(4 * max((*trained.blocks, *trained.others))) if config.workers > 1 else 0,
         snapshot=trained.state_bytes * saved(config, trained) if on_host else 0,
         weights_snapshot=weights if on_host else 0,
     )
@@ -138,7 +139,8 @@ def memory_of(config: RunSettings, trained: Trained, activations: int, frozen: i
 def cost_of_a_loss(config: C, make: Callable[[C], Plan] | None = None) -> str:
     """What the loss of one worker costs with these settings, in one sentence; `make` makes their plan."""
     zero, every = config.zero.resolve(config.group.transport), config.checkpoint.every
-    back = f"all go back to the newest checkpoint, {f'up to {every:,} steps' if every else 'or to the first step'}"
+    how_far = f"up to {every:,} steps" if every else "or to the first step"
+    back = f"all go back to the newest checkpoint, {how_far}"
     if not TRANSPORTS[config.group.transport].goes_on:
         return f"ends the run over {config.group.transport}; the same command resumes: {back}"
     if config.workers == 1:
@@ -156,14 +158,14 @@ def cost_of_a_loss(config: C, make: Callable[[C], Plan] | None = None) -> str:
 
 
 def widened(config: Config) -> int:
-    """The largest bf16 weight as f32: a CPU computes with one such copy at a time."""
+    """Bytes of the largest bf16 weight as f32: a CPU computes with one such copy at a time."""
     if config.train.weights == "f32" or config.device == "cuda":
         return 0
     return 4 * config.shape.hidden * max(config.shape.vocab, config.shape.intermediate)
 
 
 def activations_of(config: Config) -> int:
-    """Bytes of activations when they are most: as compiled blocks keep them on a GPU, or as autograd does."""
+    """The most bytes of activations: as compiled blocks keep them on a GPU, or as autograd does elsewhere."""
     shape, windows, train = config.shape, config.train.micro_batch, config.train
     if config.device != "cuda" or train.precision == "f32" or train.compile is False:
         return live_activations(shape, windows)
@@ -173,16 +175,16 @@ def activations_of(config: Config) -> int:
     if train.activation_memory < 1:
         cheap = kept - 2 * shape.hidden - shape.intermediate
         kept = cheap if train.activation_memory >= CHEAP else min(cheap, round(train.activation_memory * kept))
-    logits = 2 * min(LOGITS_BYTES, 2 * tokens * shape.vocab)  # with what else is there at that moment
+    logits = 2 * min(LOGITS_BYTES, 2 * tokens * shape.vocab)  # and as much again for other tensors of that moment
     return 2 * tokens * shape.layers * kept + logits
 
 
 def live_activations(shape: Shape, windows: int) -> int:
-    """Bytes of f32 tensors alive when backward begins, which is when they are most.
+    """Bytes of f32 tensors alive when backward begins, which is the peak.
 
     A block keeps, per token: for each norm its input, the normalised input and the product with its weight; queries,
     keys and values of all heads, attention's output and its log-sum-exp; and of the SwiGLU gate, its silu, up and their
-    product. The final norm keeps its three; and the log-probabilities are there with two gradients of the same size.
+    product. The final norm keeps the same three; the log-probabilities exist with two gradients of the same size.
     """
     block = 10 * shape.hidden + 4 * shape.intermediate + shape.heads + 2
     end = 3 * shape.vocab + 3 * shape.hidden + 1
@@ -190,14 +192,14 @@ def live_activations(shape: Shape, windows: int) -> int:
 
 
 def saved(config: RunSettings, trained: Trained) -> int:
-    """Parameters whose moments a rank saves; the rank that saves most."""
+    """The number of parameters whose moments a rank saves, for the rank that saves most."""
     policy = "even" if config.zero.policy == "off" else config.zero.policy
     zero = config.zero.model_copy(update={"policy": policy, "replicas": 1})
     return owned(config.model_copy(update={"zero": zero}), trained)
 
 
 def owned(config: RunSettings, trained: Trained) -> int:
-    """Parameters whose moments a rank holds, replicas included; the rank that holds most."""
+    """The number of parameters whose moments a rank holds, with replicas, for the rank that holds most."""
     workers, policy = config.workers, config.zero.policy
     replicas = min(config.zero.replicas, workers)
     if policy == "off":
@@ -209,15 +211,8 @@ def owned(config: RunSettings, trained: Trained) -> int:
     return max(sum(own[rank - back] for back in range(replicas)) for rank in range(workers))
 
 
-def exchange_buffers(config: RunSettings, trained: Trained) -> int:
-    """What the transport holds besides the gradients themselves."""
-    if config.workers == 1:
-        return 0
-    return TRANSPORTS[config.group.transport].buffers(4 * max((*trained.blocks, *trained.others)))
-
-
 def sent(config: RunSettings, trained: Trained) -> int:
-    """Bytes that a rank sends in a step: gradients, and with ZeRO the weights that it has updated."""
+    """Bytes that a rank sends in a step: gradients, and with ZeRO the weights that it updated."""
     workers, zero = config.workers, config.zero
     if workers == 1:
         return 0
@@ -234,7 +229,7 @@ def sent(config: RunSettings, trained: Trained) -> int:
 
 
 def changes(config: C, make: Callable[[C], Plan]) -> list[tuple[dict[str, Any], Plan]]:
-    """What other settings would change: each with the plan it would give."""
+    """Other settings worth a look, each with its plan."""
     return [(keys, make(_with(config, keys))) for keys in _other_settings(config)]
 
 
@@ -258,7 +253,7 @@ def _other_settings(config: RunSettings) -> Iterator[dict[str, Any]]:
 
 
 def _with(config: C, keys: dict[str, Any]) -> C:
-    """The configuration with other values; one worker is `local`, several of them are not."""
+    """The configuration with other values; the transport changes where the number of workers requires it."""
     values = config.model_dump()
     values["min_workers"] = min(config.min_workers, keys.get("workers", config.workers))
     if keys.get("workers", 1) > 1 and not TRANSPORTS[config.group.transport].connects:

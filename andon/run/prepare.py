@@ -1,4 +1,4 @@
-"""From a configuration to tokens on disk, with a progress bar, and to batches of them."""
+"""Making the tokens of a configuration, with a progress bar, and batches of them."""
 
 from rich.console import Console
 
@@ -10,7 +10,7 @@ from andon.run.screen.display import progress_bar
 
 
 def prepare_tokens(config: Config, console: Console) -> TokenSet:
-    """The tokens of a configuration's corpus, made now or taken from the cache."""
+    """The tokens of a configuration's corpus, from the cache if they are there."""
     data = config.data
     corpus = Corpus(data.corpus, data.tokenizer, config.model.vocab, data.stories, config.seed)
     with progress_bar(console) as bar:
@@ -24,7 +24,7 @@ def prepare_tokens(config: Config, console: Console) -> TokenSet:
         tokens = prepare(corpus, data.cache, progress)
     tokens.verify()
     if replaced := tokens.meta["replaced"]:
-        console.print(f"{replaced:,} places were no valid UTF-8 and read as U+FFFD", style="yellow")
+        console.print(f"{replaced:,} places were not valid UTF-8 and were read as U+FFFD", style="yellow")
     return tokens
 
 

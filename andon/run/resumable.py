@@ -1,6 +1,6 @@
-"""From which checkpoints a run can go on, and what it does differently from then on."""
+"""Which checkpoints a run can resume from, and which settings it changes from then on."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,17 @@ FIXED = (
     "train.context",
     "train.weights",
 )
-"""With other values a run would have another model, or see some samples twice and others never."""
+"""If one of these changed, the model would be another, or some samples would be read twice and others never."""
 FREE = ("train", "optim", "on_nonfinite", "max_skips", "numerics", "deterministic", "group.wire")
-"""Other values of these change the weights from here on: they are named."""
+"""These may change, which changes the weights from here on: a note names them."""
 NAMES = ("model.preset", "model.from", "model")
-"""Names of a shape or of a folder; what they stand for is compared itself."""
+"""Names of a shape or of a folder: not compared, because the shape or the weights themselves are."""
 
 
 def check_resumable(
     config: RunSettings, digests: tuple[str, str], note: Callable[[str], None], folder: Path, state: Mapping[str, Any]
 ) -> None:
-    """Refuse a checkpoint that was trained otherwise; note what is allowed to be different, and is.
+    """Refuse a checkpoint of another run, or of other settings than may change; note the changes that are allowed.
 
     The digests are those of the data, and of the weights that are not trained."""
     data, frozen = digests
@@ -48,7 +48,7 @@ def check_resumable(
             "Give the same corpus, or start afresh with --resume none",
         )
     if state.get("frozen", "") != frozen:
-        cause = "The weights that are not trained are not those of before"
+        cause = "The weights that are not trained differ"
         remedy = "Give the model that the run began with, or start afresh with --resume none"
         raise UserError(f"{folder} was trained with another model", cause, remedy)
     before, now = dict(_flat(state["config"])), dict(_flat(config.model_dump(mode="json")))
@@ -56,13 +56,18 @@ def check_resumable(
     if refused := _arrows(before, now, [key for key in changed if _within(key, FIXED)]):
         raise UserError(
             f"{folder} was trained with other settings: {refused}",
-            "It would go on with another model, or see some samples twice and others never",
+            "The model would be another, or some samples would be read twice and others never",
             "Keep these, choose another --run.dir, or start afresh with --resume none",
         )
     if free := _arrows(before, now, [key for key in changed if _within(key, FREE)]):
         note(f"Going on with other settings: {free}")
     if operations := differing(config.probe, state["config"].get("probe", {})):
-        note(f"Going on with other bits: this machine computes {', '.join(operations)} otherwise than the one before")
+        note(other_bits(operations))
+
+
+def other_bits(operations: Sequence[str]) -> str:
+    """What a user reads when the machine that resumes a run computes some operations differently."""
+    return f"Going on with different bits: this machine computes {', '.join(operations)} differently from the last one"
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

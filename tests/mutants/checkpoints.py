@@ -12,7 +12,7 @@ MUTANTS = [
         "no-fsync",
         "Files are not synced before the rename.",
         "checkpoint/disk/format.py",
-        "                os.fsync(self._descriptor)\n",
+        "        os.fsync(descriptor)\n",
         "",
         (ORDER,),
     ),

@@ -74,6 +74,14 @@ MUTANTS = [
         equivalent="what is kept under a step that is recorded already is never looked for",
     ),
     Mutant(
+        "unsynced-line-twice",
+        "A line of the ledger is written again when only its sync failed.",
+        "run/records/ledger.py",
+        "            except OSError:  # if only the sync failed, the lines are written\n",
+        "            except OSError:\n                count = 0\n",
+        ("test_ledger.py::test_a_line_whose_sync_failed_is_written_once",),
+    ),
+    Mutant(
         "state-not-sent",
         "A worker that joins has the optimizer state of the first step.",
         "engine/recovery/transfer.py",
@@ -109,8 +117,8 @@ MUTANTS = [
         "failed-step-keeps-its-schedule",
         "A schedule that has gone on after a step that failed is not set back.",
         "run/script.py",
-        "        known.undo()  # before others take it over\n",
-        "        known._before_redo = None\n",
+        "        checkpoints.undo()  # before new members copy options and schedule\n",
+        "        checkpoints._before_redo = None\n",
         ("test_goes_on.py::test_a_script_survives_the_loss_of_a_worker",),
     ),
     Mutant(

@@ -191,8 +191,8 @@ MUTANTS = [
         "small-vocabulary-accepted",
         "A vocabulary larger than the embedding is accepted.",
         "run/pretraining.py",
-        "if tokens.vocab_size > config.model.vocab:",
-        "if tokens.vocab_size > 9 * config.model.vocab:",
+        "if vocabulary > rows:",
+        "if vocabulary > 9 * rows:",
         ("test_bad_input.py::test_a_vocabulary_that_does_not_fit",),
     ),
     Mutant(

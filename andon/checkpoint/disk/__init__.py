@@ -1,1 +1,1 @@
-"""A checkpoint on disk: its files, its manifest, its folder, and the list of those there are."""
+"""A checkpoint on disk: its files, its manifest, its folder, and the list of checkpoints."""

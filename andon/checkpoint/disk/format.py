@@ -1,14 +1,12 @@
-"""Writing files so that every byte is hashed on its way to the disk, once, in pieces.
+"""Writing the files of a checkpoint: every byte is hashed once, while it is written in chunks.
 
 The tensor files are safetensors: eight bytes with the length of a JSON header, the header (padded to eight bytes), then
-the tensors one after another. What is known of a file afterwards is its *record* (`andon.checkpoint.disk.manifest`).
+the tensors one after another. Writing a file returns its *record* (`andon.checkpoint.disk.manifest`).
 """
-
-from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ DTYPES = {
     torch.complex64: "C64",
 }
 At = Callable[[str], None]
-"""Called at each place of a save that a fault or a cancellation may strike; it raises to stop the work."""
+"""Called with the name of each place where an injected fault or a cancellation may stop a save, by an exception."""
 
 
 def tensor_blake3(tensor: Tensor) -> str:
@@ -48,7 +46,7 @@ def tensor_blake3(tensor: Tensor) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, str], at: At) -> Record:
-    """Write a safetensors file and wait until it is on disk; `known` are digests that must come out."""
+    """Write a safetensors file and wait until it is on disk; tensors in `known` must have these digests."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -58,29 +56,50 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str,
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     places: dict[str, tuple[int, int, str]] = {}
-    with _Sink(path, at) as sink:
-        sink.write(memoryview(len(text).to_bytes(8, "little") + text))
+
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(len(text).to_bytes(8, "little") + text)
+        end = 8 + len(text)
         for name, tensor in tensors.items():
-            start, data, digest = sink.size, as_bytes(tensor), blake3()
+            start, data, digest = end, as_bytes(tensor), blake3()
+            end += len(data)
             for lo in range(0, len(data), CHUNK_BYTES):
-                piece = data[lo : lo + CHUNK_BYTES]
-                digest.update(piece)
-                sink.write(piece)
-            places[name] = (start, sink.size, digest.hexdigest())
+                chunk = data[lo : lo + CHUNK_BYTES]
+                digest.update(chunk)
+                yield chunk
+            places[name] = (start, end, digest.hexdigest())
             if known.get(name, places[name][2]) != places[name][2]:
                 raise OSError(f"{name} has changed in memory since it was copied")
-    return Record(sink.size, sink.digest.hexdigest(), places)
+
+    size, digest = _write(path, chunks(), at)
+    return Record(size, digest, places)
 
 
 def write_text(path: Path, text: str, at: At) -> Record:
     """Write a small file and wait until it is on disk."""
-    with _Sink(path, at) as sink:
-        sink.write(memoryview(text.encode()))
-    return Record(sink.size, sink.digest.hexdigest())
+    return Record(*_write(path, [memoryview(text.encode())], at))
+
+
+def _write(path: Path, chunks: Iterable[memoryview], at: At) -> tuple[int, str]:
+    """Write a file and wait until it is on disk; returns its size and BLAKE3."""
+    size, digest = 0, blake3()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        for chunk in chunks:
+            size += len(chunk)
+            digest.update(chunk)
+            while chunk:
+                chunk = chunk[os.write(descriptor, chunk) :]
+            at("write")
+        at("sync")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return size, digest.hexdigest()
 
 
 def record_of(path: Path) -> Record:
-    """The record of a file that something else has written."""
+    """The record of a file that another library has written."""
     places: dict[str, tuple[int, int, str]] = {}
     whole = blake3()
     with open(path, "rb") as file:
@@ -94,36 +113,10 @@ def record_of(path: Path) -> Record:
                 start, stop = (len(header) + offset for offset in field["data_offsets"])
                 digest = blake3()
                 for lo in range(start, stop, CHUNK_BYTES):
-                    piece = file.read(min(CHUNK_BYTES, stop - lo))
-                    digest.update(piece)
-                    whole.update(piece)
+                    chunk = file.read(min(CHUNK_BYTES, stop - lo))
+                    digest.update(chunk)
+                    whole.update(chunk)
                 places[name] = (start, stop, digest.hexdigest())
-        while piece := file.read(CHUNK_BYTES):
-            whole.update(piece)
+        while chunk := file.read(CHUNK_BYTES):
+            whole.update(chunk)
         return Record(file.tell(), whole.hexdigest(), places)
-
-
-class _Sink:
-    """A file that is being written."""
-
-    def __init__(self, path: Path, at: At) -> None:
-        self.digest, self.size, self._at = blake3(), 0, at
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-
-    def write(self, data: memoryview) -> None:
-        self.digest.update(data)
-        self.size += len(data)
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-        self._at("write")
-
-    def __enter__(self) -> _Sink:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                self._at("sync")
-                os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)

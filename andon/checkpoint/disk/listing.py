@@ -1,4 +1,4 @@
-"""Which checkpoints there are, from their names alone: no torch needed."""
+"""Which checkpoints exist, by the names of their folders; without torch."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ REPLACED = ".replaced"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The folder of a step's checkpoint."""
     return folder / f"checkpoint-{step}"
 
 
@@ -27,23 +27,23 @@ def newest(folder: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name tells; -1 if it tells none."""
+    """The step in a checkpoint's name; -1 if there is none."""
     match = NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else -1
 
 
 def should_save(step: int, every: int, last: bool) -> bool:
-    """Whether to save a step: at every interval, and always the last; an interval of 0 saves only that."""
+    """Whether to save a step: each `every`-th (0: none), and always the last."""
     return step > 0 and (last or (every > 0 and step % every == 0))
 
 
 def kept(found: list[int], keep: int, every: int) -> set[int]:
-    """Of ascending steps, those that are kept: the last `keep`, and every `every`-th step (0: none)."""
+    """The steps to keep, of ascending ones: the last `keep`, and each `every`-th (0: none)."""
     return set(found[-keep:]) | {step for step in found if every and step % every == 0}
 
 
 def put_back(folder: Path) -> None:
-    """A checkpoint that was set aside for one that did not come, because of a kill, gets its name again."""
+    """Rename checkpoints back that were set aside for a new one, if a kill came before the new one had the name."""
     for aside in folder.glob(f".checkpoint-*{REPLACED}"):
         checkpoint = folder / aside.name.removeprefix(".").removesuffix(REPLACED)
         if not checkpoint.exists():

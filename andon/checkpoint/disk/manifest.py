@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint, and what follows from it: what loads was verified (C-CKPT-001).
+"""The manifest of a checkpoint, and its verification: only what was verified is loaded (C-CKPT-001).
 
 `manifest.json` is written last. It holds the *record* of every other file (its size and BLAKE3, and the position and
 BLAKE3 of each tensor in it), the digest of every unit that all ranks agreed on, and a BLAKE3 of itself. It must be byte
-for byte what `render` makes of its content, so that no flipped bit can hide in white space. A checkpoint is *good* when
-its manifest is, and every file has the recorded size and digest. Verifying takes constant memory.
+for byte what `render` makes of its content, so that a flipped bit in white space is found too. A checkpoint is *good*
+when its manifest is, and every file has the recorded size and digest. Verifying takes constant memory.
 """
 
 import json
@@ -21,27 +21,28 @@ NAME = "manifest.json"
 FORMAT = 1
 REQUIRED = ("model.safetensors", "state.json")
 ADAPTER = "adapter_model.safetensors"
-"""What the folder of an adapter has in place of the model."""
-LONGEST = 256 << 20  # bytes of a manifest
+"""The file that the folder of an adapter has in place of the model."""
+MAX_BYTES = 256 << 20  # of a manifest
 CHUNK_BYTES = 4 << 20
 Progress = Callable[[int], None]
-"""Hears how many bytes have been verified since it was last called."""
+"""Called with the number of bytes that have been verified since the last call."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a checkpoint: in which file, in which tensor of it (if in one), and how."""
+    """What is wrong with a checkpoint: the file, the tensor (or nothing), and how it is damaged."""
 
     file: str
     tensor: str
     how: str
 
     def __str__(self) -> str:
-        return f"{self.file}{f', tensor {self.tensor}' if self.tensor else ''}: {self.how}"
+        tensor = f", tensor {self.tensor}" if self.tensor else ""
+        return f"{self.file}{tensor}: {self.how}"
 
 
 class Damaged(Exception):
-    """A checkpoint that is not what was saved."""
+    """A checkpoint is not what was saved."""
 
     def __init__(self, damage: Damage) -> None:
         super().__init__(str(damage))
@@ -58,13 +59,15 @@ class Record:
 
     def fields(self) -> dict[str, Any]:
         """As JSON."""
-        tensors = {name: list(place) for name, place in self.tensors.items()}
-        return {"size": self.size, "blake3": self.blake3, **({"tensors": tensors} if tensors else {})}
+        fields: dict[str, Any] = {"size": self.size, "blake3": self.blake3}
+        if self.tensors:
+            fields["tensors"] = {name: list(place) for name, place in self.tensors.items()}
+        return fields
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint must be."""
+    """The content of a manifest."""
 
     step: int
     files: Mapping[str, Record]
@@ -91,34 +94,34 @@ def render(step: int, files: Mapping[str, Any], units: Mapping[str, str]) -> byt
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked in itself; or `Damaged`."""
+    """Read the manifest of a checkpoint and check it, but not the files; `Damaged` if it is not what was written."""
     path = folder / NAME
     try:
-        if path.stat().st_size > LONGEST:
-            raise _damaged(NAME, f"{path.stat().st_size:,} bytes are too long")
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"{path.stat().st_size:,} bytes are too many")
         data = path.read_bytes()
-    except OSError as error:
-        raise _damaged(NAME, error.strerror or str(error)) from None
-    try:
         body = json.loads(data)
         digest = body.pop("blake3")
         whole = render(body["step"], body["files"], body["units"])
         if body["format"] != FORMAT or whole != data:
             raise ValueError("it is not what was written")
-        files = {name: _file(name, fields) for name, fields in body["files"].items()}
+        files = {name: parse_record(name, fields) for name, fields in body["files"].items()}
+    except OSError as error:
+        raise Damaged(Damage(NAME, "", error.strerror or str(error))) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(NAME, f"{type(error).__name__}: {error}") from None
+        raise Damaged(Damage(NAME, "", f"{type(error).__name__}: {error}")) from None
     return Manifest(body["step"], files, body["units"], digest)
 
 
-def _file(name: str, fields: Mapping[str, Any]) -> Record:
+def parse_record(name: str, fields: Mapping[str, Any]) -> Record:
+    """The record of a file from JSON; `ValueError`, `KeyError` or `TypeError` if it is none."""
     if name != Path(name).name or "\\" in name or name in (NAME, ".", ".."):
-        raise ValueError(f"{name!r} is no name of a file")
+        raise ValueError(f"{name!r} is not the name of a file")
     size, at = fields["size"], 0
     places: dict[str, tuple[int, int, str]] = {}
     for tensor, (lo, hi, digest) in fields.get("tensors", {}).items():
         if not at <= lo <= hi <= size:
-            raise ValueError(f"{tensor!r} cannot lie at {lo} to {hi} in {name}")
+            raise ValueError(f"{tensor!r} cannot be at {lo} to {hi} in {name}")
         places[tensor] = (lo, hi, str(digest))
         at = hi
     if not isinstance(size, int) or size < 0:
@@ -127,9 +130,9 @@ def _file(name: str, fields: Mapping[str, Any]) -> Record:
 
 
 def find_damage(folder: Path, progress: Progress = lambda count: None, sizes_only: bool = False) -> Iterator[Damage]:
-    """Everything that is wrong with a checkpoint, as it is found; nothing: it is good.
+    """Everything that is wrong with a checkpoint, as it is found; a good checkpoint yields nothing.
 
-    `sizes_only`: look at the manifest and the files' sizes, and read none of them."""
+    With `sizes_only` it checks the manifest and the sizes of the files, and does not read them."""
     try:
         manifest = read(folder)
     except Damaged as error:
@@ -142,7 +145,7 @@ def find_damage(folder: Path, progress: Progress = lambda count: None, sizes_onl
             yield Damage(name, "", "the manifest does not list it")
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in manifest.files:
-            yield Damage(path.name, "", "the manifest does not know it")
+            yield Damage(path.name, "", "the manifest does not list it")
     for name, file in manifest.files.items():
         try:
             yield from _damage_of(folder / name, file, progress, sizes_only)
@@ -180,7 +183,7 @@ def _damage_of(path: Path, expected: Record, progress: Progress, sizes_only: boo
 
 
 def _regions(file: Record) -> Iterator[tuple[str, int, int, str]]:
-    """(tensor or nothing, start, end, digest): the whole file from its first byte to its last."""
+    """(tensor or nothing, start, end, digest) of every region, from the first byte of the file to the last."""
     at = 0
     for tensor, (lo, hi, digest) in file.tensors.items():
         if at < lo:
@@ -192,25 +195,23 @@ def _regions(file: Record) -> Iterator[tuple[str, int, int, str]]:
 
 
 def verify(folder: Path, progress: Progress = lambda count: None) -> Manifest:
-    """Verify every byte of a checkpoint; its manifest, or `Damaged` with the first thing that is wrong."""
+    """Verify every byte of a checkpoint; returns its manifest, or raises `Damaged` with the first damage."""
     for damage in find_damage(folder, progress):
         raise Damaged(damage)
     return read(folder)
 
 
 def verify_named(folder: Path) -> Manifest | None:
-    """Verify a checkpoint that was asked for by name, or refuse it; None: it is none of Andon's."""
+    """Verify a checkpoint that the user has named, and refuse a damaged one; None: Andon did not write it."""
     if not (folder / NAME).exists() and not (folder / "state.json").exists():
         return None
     try:
         return verify(folder)
     except Damaged as error:
-        raise UserError(
-            f"{folder} is damaged",
-            str(error),
-            f"`andon checkpoint verify {folder}` shows all of it, `andon checkpoint ls {folder.parent}` the others",
-        ) from error
+        raise damage_error(folder, str(error)) from error
 
 
-def _damaged(file: str, how: str) -> Damaged:
-    return Damaged(Damage(file, "", how))
+def damage_error(folder: Path, how: str) -> UserError:
+    """The error for a checkpoint that is damaged."""
+    remedy = f"`andon checkpoint verify {folder}` shows all of it, `andon checkpoint ls {folder.parent}` the others"
+    return UserError(f"{folder} is damaged", how, remedy)

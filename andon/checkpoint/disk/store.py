@@ -1,9 +1,9 @@
-"""What a checkpoint is on disk: a folder `checkpoint-{step}` that appears whole or not at all.
+"""A checkpoint on disk: a folder `checkpoint-{step}` that appears complete or not at all.
 
-`model.safetensors`, `config.json` and the tokenizer's files are what Hugging Face loads;
-`optimizer-RRRRR-of-NNNNN.safetensors` hold AdamW's moments in pieces (`first.NAME[lo:hi]`, `second…` and, where the
-weights are bf16, their f32 `master…`), each file written by one rank; `state.json` says where the run was;
-`manifest.json` proves all of it. Everything is written into a temporary folder of the same disk, synced, and renamed.
+Hugging Face loads `model.safetensors`, `config.json` and the tokenizer's files. Each rank writes AdamW's moments in
+pieces (`first.NAME[lo:hi]`, `second…` and, where the weights are bf16, their f32 `master…`) into its
+`optimizer-RRRRR-of-NNNNN.safetensors`. `state.json` holds the progress of the run, `manifest.json` the digests of all
+files. Everything is written into a temporary folder on the same disk, synced, and renamed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from andon.checkpoint.disk import manifest
 from andon.checkpoint.disk.format import At, tensor_blake3
-from andon.checkpoint.disk.listing import REPLACED, checkpoint_path, kept, put_back, step_of, steps
+from andon.checkpoint.disk.listing import REPLACED, checkpoint_path, kept, put_back, steps
 from andon.checkpoint.disk.manifest import Manifest, Record
 from andon.checkpoint.moments import ReadMoments
 from andon.checkpoint.snapshot import weights_digests
@@ -35,13 +35,15 @@ from andon.integrity.fingerprint import as_bytes
 STATE_KEYS = ("step", "loss", "tokens", "skipped", "skips_in_a_row")
 PIECE_NAME = re.compile(r"([a-z_]+)\.(.+)\[(\d+):(\d+)\]")
 Moment = tuple[str, str]
-"""A kind of optimizer state (`first`, `second`, `master`), and the parameter."""
+"""(`first`, `second` or `master`, parameter)."""
+Piece = tuple[int, int, str, str]
+"""(lo, hi, file, tensor)."""
 
 
 class Store:
-    """The checkpoints of a run: the newest `keep`, and every `keep_every`-th step (0: none) for ever.
+    """The checkpoints of a run. It keeps the newest `keep`, and those of every `keep_every`-th step (0: none).
 
-    `may_write` raises `OSError` if the folder is no longer this run's."""
+    `may_write` raises `OSError` if another run has taken the folder."""
 
     def __init__(
         self, folder: Path, keep: int, keep_every: int = 0, may_write: Callable[[], None] = lambda: None
@@ -49,11 +51,11 @@ class Store:
         self.folder, self.keep, self.keep_every, self._may_write = folder, keep, keep_every, may_write
 
     def temporary(self, step: int, turn: int) -> Path:
-        """Where a checkpoint is written; each attempt has its own."""
+        """The folder into which an attempt writes a checkpoint."""
         return self.folder / f".checkpoint-{step}.{turn}"
 
     def begin(self, step: int, turn: int) -> Path:
-        """Make the temporary folder; the ranks write their files into it, and the first to come makes it."""
+        """Make the temporary folder into which all ranks write their files, unless another rank has made it."""
         self._may_write()
         if not self.folder.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -64,11 +66,11 @@ class Store:
 
     def discard(self, step: int, turn: int) -> None:
         """Remove what an attempt has written."""
-        shutil.rmtree(self.temporary(step, turn), ignore_errors=True)  # if it stays, the next start tries
+        shutil.rmtree(self.temporary(step, turn), ignore_errors=True)  # what stays is removed at the next start
 
-    def publish(self, temporary: Path, files: Mapping[str, Record], units: Mapping[str, str], at: At) -> Path:
-        """The files in a temporary folder are on disk: write the manifest, sync, rename."""
-        final = checkpoint_path(self.folder, int(temporary.name.split(".")[1].removeprefix("checkpoint-")))
+    def publish(self, step: int, turn: int, files: Mapping[str, Record], units: Mapping[str, str], at: At) -> Path:
+        """Write the manifest of an attempt's files, which are on disk; sync, and rename the temporary folder."""
+        temporary, final = self.temporary(step, turn), checkpoint_path(self.folder, step)
         records = {name: record.fields() for name, record in sorted(files.items())}
         for name, record in files.items():
             if (temporary / name).stat().st_size != record.size:
@@ -76,11 +78,11 @@ class Store:
         if strange := {path.name for path in temporary.iterdir()} - files.keys():
             raise OSError(f"{temporary} also holds {', '.join(sorted(strange))}")
         at("manifest")
-        (temporary / manifest.NAME).write_bytes(manifest.render(step_of(final), records, units))
+        (temporary / manifest.NAME).write_bytes(manifest.render(step, records, units))
         sync(temporary / manifest.NAME)
         sync(temporary)
         at("rename")
-        if final.exists():  # damaged, or from an attempt that was given up: this one takes its place
+        if final.exists():  # it is damaged, or its save was given up: the new one replaces it
             _set_aside(final, REPLACED)
         temporary.rename(final)
         at("renamed")
@@ -88,7 +90,7 @@ class Store:
         return final
 
     def prune(self, newest: int, at: At = lambda place: None) -> None:
-        """After the checkpoint `newest`: remove those before it that are not kept."""
+        """Remove the checkpoints before `newest` that are not to be kept."""
         before = [step for step in steps(self.folder) if step <= newest]
         for step in before:
             if step not in kept(before, self.keep, self.keep_every):
@@ -100,11 +102,11 @@ class Store:
         """Remove what interrupted saves and removals have left."""
         put_back(self.folder)
         for leftover in self.folder.glob(".checkpoint-*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # if it stays, the next start tries again
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint: its name goes first, so that a kill leaves no half of it behind."""
+    """Remove a checkpoint; it is renamed first, so that a kill leaves no incomplete checkpoint."""
     shutil.rmtree(_set_aside(checkpoint, ".removed"))
 
 
@@ -119,7 +121,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if not isinstance(state, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not a JSON object")
         if missing := [key for key in STATE_KEYS if key not in state]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         return state
@@ -131,22 +133,27 @@ def load_state(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-@contextlib.contextmanager
-def open_moments(folder: Path, known: Manifest, sizes: Mapping[Moment, int]) -> Iterator[ReadMoments]:
-    """A reader of AdamW's moments by parameter and range, checked to be these, of these sizes.
-
-    What it gives was verified as it was read: a rank may see another copy than the one that verified all."""
-    pieces: dict[Moment, list[tuple[int, int, str, str]]] = defaultdict(list)
+def moment_pieces(known: Manifest) -> dict[Moment, list[Piece]]:
+    """The pieces of each moment, ascending."""
+    pieces: dict[Moment, list[Piece]] = defaultdict(list)
     for file, tensor, _ in known.tensors():
         if match := PIECE_NAME.fullmatch(tensor):
-            kind, name, lo, hi = match[1], match[2], int(match[3]), int(match[4])
-            pieces[kind, name].append((lo, hi, file, tensor))
+            pieces[match[1], match[2]].append((int(match[3]), int(match[4]), file, tensor))
+    return {moment: sorted(found) for moment, found in pieces.items()}
+
+
+@contextlib.contextmanager
+def open_moments(folder: Path, known: Manifest, sizes: Mapping[Moment, int]) -> Iterator[ReadMoments]:
+    """A reader of AdamW's moments by parameter and range; the checkpoint must have exactly those in `sizes`.
+
+    Every piece is verified when it is read, because this rank may see another copy of the files than rank 0 has."""
+    pieces = moment_pieces(known)
     _check_cover(folder, pieces, sizes)
     with reading(folder), contextlib.ExitStack() as stack:
         names = {file for found in pieces.values() for _, _, file, _ in found}
         files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in sorted(names)}
 
-        @lru_cache(1)  # a piece may be asked for in several ranges, one after the other
+        @lru_cache(1)  # several ranges of a piece may be read, one after the other
         def whole(file: str, tensor: str) -> Tensor:
             found: Tensor = files[file].get_tensor(tensor)
             if tensor_blake3(found) != known.files[file].tensors[tensor][2]:
@@ -164,43 +171,36 @@ def open_moments(folder: Path, known: Manifest, sizes: Mapping[Moment, int]) -> 
         yield read
 
 
-def _check_cover(
-    folder: Path, pieces: dict[Moment, list[tuple[int, int, str, str]]], sizes: Mapping[Moment, int]
-) -> None:
-    wrong = "Its optimizer state names other parameters" if pieces.keys() != sizes.keys() else ""
+def _check_cover(folder: Path, pieces: Mapping[Moment, list[Piece]], sizes: Mapping[Moment, int]) -> None:
+    """Refuse moments of other parameters, and pieces that do not cover a parameter exactly once."""
+    wrong = "Its optimizer state is of other parameters" if pieces.keys() != sizes.keys() else ""
     for moment, found in pieces.items():
-        found.sort()
         ends = [0, *(stop for _, stop, _, _ in found)]
         if not wrong and ([start for start, *_ in found] != ends[:-1] or ends[-1] != sizes[moment]):
             wrong = f"The optimizer state of {moment[1]} does not have its {sizes[moment]:,} elements"
     if wrong:
-        raise UserError(
-            f"{folder} does not fit this model", wrong, "Use the configuration it was saved with, or another --run.dir"
-        )
+        remedy = "Use the configuration it was saved with, or another --run.dir"
+        raise UserError(f"{folder} does not fit this model", wrong, remedy)
 
 
 def check_units(folder: Path, units: Mapping[str, str], arena: Arena) -> None:
-    """Refuse weights that are not those all ranks agreed on when they were saved."""
+    """Refuse weights that are not those that all ranks agreed on when they were saved."""
     found = weights_digests(arena)
     if wrong := [name for name, digest in found.items() if units.get(name) != digest]:
-        raise _damaged(folder, f"the weights of {', '.join(wrong)} are not those that were saved")
+        raise manifest.damage_error(folder, f"the weights of {', '.join(wrong)} are not those that were saved")
 
 
 @contextlib.contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Say which checkpoint cannot be read, and what to do."""
+    """Turn an error of reading into one that names the checkpoint and what to do."""
     try:
         yield
     except (SafetensorError, OSError, manifest.Damaged) as error:
-        raise _damaged(folder, str(error)) from error
-
-
-def _damaged(folder: Path, how: str) -> UserError:
-    return UserError(f"{folder} is damaged", how, f"`andon checkpoint verify {folder}` tells what is wrong")
+        raise manifest.damage_error(folder, str(error)) from error
 
 
 def weights_blake3(parameters: Mapping[str, Tensor]) -> str:
-    """BLAKE3 over, in the order of names, each parameter's name and its little-endian bytes."""
+    """BLAKE3 over each parameter's name and little-endian bytes, in the order of names."""
     digest = blake3()
     for name in sorted(parameters):
         digest.update(name.encode())

@@ -9,7 +9,7 @@ from typing import Any
 
 from andon.control.worker.client import CoordinatorClient
 from andon.engine.membership import Membership
-from andon.run.script import enter_generation, part_from_generation
+from andon.run.script import enter_generation, leave_generation
 from andon.transport.base import SOMEONE, Group, GroupError, Settings, fastest_here, open_group
 from andon.transport.changing import ChangingGroup
 from andon.transport.local import LocalGroup
@@ -41,7 +41,7 @@ class ScriptWorker:
             if self._is_member:
                 if isinstance(why, GroupError):
                     group.abort(getattr(why, "rank", SOMEONE), "the generation has ended")
-                part_from_generation(optimizer)
+                leave_generation(optimizer)
                 group.leave()
                 lost = getattr(why, "rank", SOMEONE) if why else None
                 begins = client.part(str(why or "a worker joins or leaves"), lost)

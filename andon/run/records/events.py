@@ -1,10 +1,10 @@
-"""Events: the one record of a run; everything that shows a run reads them.
+"""Events: the record of a run; everything that shows a run reads them.
 
 An event is a flat JSON object with its kind under `event` and the time in seconds under `time`. Kinds: `worker` ·
 `note` · `start` · `step` · `sample` · `eval` · `checkpoint` · `save_failed` · `damaged` (a checkpoint) · `lost` (a
 worker) · `generation` (the run goes on with other members) · `stopped` · `halt` · `done`. `metrics.jsonl` holds them
 all. `summary.json` holds the last `done`, `halt.json` the last `halt`. A gradient server records its session in the
-same way; its `start`, `step` and `done` say what such a server knows.
+same way, with other fields in `start`, `step` and `done`.
 """
 
 import json
@@ -21,13 +21,13 @@ from andon.files import no_follow, write_whole
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
-MOST_WAITING = 64 << 20  # bytes of events that may wait for a disk
-RETRY_SECONDS = 1.0  # until a disk that failed is tried again
-CLOSE_SECONDS = 10.0  # that the disk gets at the end of the run
-TAIL_BYTES = 1 << 18  # in which the last step of a run is looked for
+MAX_WAITING_BYTES = 64 << 20  # of events that wait for the disk
+RETRY_SECONDS = 1.0  # between attempts to write to a disk that fails
+CLOSE_SECONDS = 10.0  # that the end of a run waits for the disk
+TAIL_BYTES = 1 << 18  # of metrics.jsonl, in which `last_step` looks
 OWN_FILES = {"done": "summary.json", "halt": "halt.json"}
-
-
+MAX_INT: Final = 1 << 62
+MAX_DEPTH: Final = 6
 Fields = dict[str, type | tuple[type, ...]]
 NUMBER: Final = (int, float)
 FIELDS: Final[dict[str, Fields]] = {
@@ -42,53 +42,53 @@ FIELDS: Final[dict[str, Fields]] = {
     "damaged": {"step": int, "reason": str},
     "lost": {"rank": int, "host": str, "why": str, "text": str},
     "generation": {
-        "generation": int,
-        "workers": int,
-        "step": int,
+        **dict.fromkeys(("generation", "workers", "step", "joined"), int),
         "seconds": NUMBER,
-        "joined": int,
         "lost_state": bool,
     },
     "stopped": {"step": int},
     "halt": {"step": int, "committed": int, "cause": str, "findings": list, "sound": bool},
     "done": {
-        **{"step": int, "tokens": int, "loss": NUMBER, "validation_loss": NUMBER},
-        **{"weights_blake3": str, "transport": str, "workers": int, "samples": list},
+        **dict.fromkeys(("step", "tokens", "workers"), int),
+        **dict.fromkeys(("loss", "validation_loss"), NUMBER),
+        **dict.fromkeys(("weights_blake3", "transport"), str),
+        "samples": list,
     },
 }
-"""What every event of a kind says; most say more."""
+"""The fields that every event of a kind has; most have more."""
 FINDING: Final[Fields] = {
-    **{"rank": int, "host": str, "slot": (int, type(None)), "unit": str, "parameter": str},
-    **{"kind": str, "count": int, "first": int, "samples": list},
+    **dict.fromkeys(("rank", "count", "first"), int),
+    **dict.fromkeys(("host", "unit", "parameter", "kind"), str),
+    "slot": (int, type(None)),
+    "samples": list,
+}
+OPTIONAL: Final[Fields] = {
+    **dict.fromkeys(("valid_share", "bits_per_byte", "mfu", "accuracy"), NUMBER),
+    **dict.fromkeys(("known", "pid", "correct", "total"), int),
+    **dict.fromkeys(("result", "frozen"), str),
 }
 FROM_ANY_RANK: Final = {"note"}
 
 
-LARGEST: Final = 1 << 62
-DEEPEST: Final = 6
-
-
-def depth(value: object, most: int = DEEPEST) -> int:
-    """How deep lists and objects are nested; looks no deeper than `most`."""
+def depth(value: object, most: int = MAX_DEPTH) -> int:
+    """How deep lists and objects are nested, up to `most`."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 0 if most == 0 else 1 + max((depth(each, most - 1) for each in inside), default=0)
 
 
 def check_event(found: object, rank: int) -> Event:
-    """An event that a rank reports; `ValueError` for anything that is none, or not for this rank to say."""
+    """Check an event that a rank reports; `ValueError` if it is not valid, or not for this rank to report."""
     if not isinstance(found, dict) or not isinstance(found.get("event"), str):
         raise ValueError("an event without a kind")
     kind = found["event"]
-    if depth(found) >= DEEPEST:
+    if depth(found) >= MAX_DEPTH:
         raise ValueError("an event that is nested too deeply")
     if kind not in FIELDS:
         raise ValueError(f"an event of unknown kind {shown(kind)}")
     if rank and kind not in FROM_ANY_RANK:
         raise ValueError(f"a {kind!r} event, which only rank 0 reports")
-    _check_fields(f"a {kind!r} event", found, {"time": NUMBER, **FIELDS[kind]})
-    optional: Fields = {"valid_share": NUMBER, "known": int, "bits_per_byte": NUMBER, "pid": int}
-    optional |= {"mfu": NUMBER, "accuracy": NUMBER, "correct": int, "total": int, "result": str, "frozen": str}
-    _check_fields(f"a {kind!r} event", found, {key: value for key, value in optional.items() if key in found})
+    optional = {name: types for name, types in OPTIONAL.items() if name in found}
+    _check_fields(f"a {kind!r} event", found, {"time": NUMBER, **FIELDS[kind], **optional})
     for finding in found["findings"] if kind == "halt" else ():
         _check_fields("a finding", finding, FINDING)
     if kind == "done" and not all(isinstance(text, str) for text in found["samples"]):
@@ -98,25 +98,25 @@ def check_event(found: object, rank: int) -> Event:
 
 def _check_fields(what: str, found: object, fields: Fields) -> None:
     if not isinstance(found, dict):
-        raise ValueError(f"{what} that is no object")
+        raise ValueError(f"{what} that is not an object")
     for name, kind in fields.items():
         value = found.get(name)
         wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
-        if wrong or (isinstance(value, int) and abs(value) >= LARGEST):
+        if wrong or (isinstance(value, int) and abs(value) >= MAX_INT):
             raise ValueError(f"{what} whose {name!r} is {shown(value)}")
 
 
 def event(kind: str, **fields: Any) -> Event:
-    """An event of now."""
+    """An event with the current time."""
     return {"event": kind, "time": round(time.time(), 3), **fields}
 
 
 def no_event(event: Event) -> None:
-    """Emit nothing: only rank 0 reports events."""
+    """Emit nothing; for ranks other than 0."""
 
 
 class Recorder:
-    """Writes the events of a run into its folder and passes them to the listeners; one that fails hears no more.
+    """Writes the events of a run into its folder and passes them to the listeners; one that fails is removed.
 
     A background thread writes, so that training does not wait for a disk that hangs. While the disk is full or fails,
     events wait in memory. `hold` is called when the folder was removed: it creates it again or raises `OSError`."""
@@ -133,39 +133,40 @@ class Recorder:
         self._lines, self._files = bytearray(), dict[str, str]()
         self._error: OSError | None = None
         self._closing = False
-        self._turn = threading.Condition()
-        self._telling = threading.RLock()  # workers report at the same time, and a listener may emit events
+        self._changed = threading.Condition()
+        self._notifying = threading.RLock()  # several threads emit events, and a listener may emit one, too
         self._writer = threading.Thread(target=self._write, name="andon-events", daemon=True)
         self._writer.start()
 
     def emit(self, event: Event) -> None:
         """Record one event; it raises `OSError` only when too many events wait for the disk."""
-        with self._turn:
-            if len(self._lines) > MOST_WAITING:
+        with self._changed:
+            if len(self._lines) > MAX_WAITING_BYTES:
                 raise self._error or OSError(f"{self.folder} does not answer")
             self._lines += as_json(event).encode() + b"\n"
             if name := OWN_FILES.get(event["event"]):
                 fields = {key: value for key, value in event.items() if key not in ("event", "time")}
                 self._files[name] = as_json(fields, indent=2) + "\n"
-            self._turn.notify_all()
-        self._tell(event)
+            self._changed.notify_all()
+        self._notify(event)
 
-    def _tell(self, event: Event) -> None:
-        with self._telling:
+    def _notify(self, emitted: Event) -> None:
+        with self._notifying:
             for listener in list(self.listeners):
                 try:
-                    listener(event)
+                    listener(emitted)
                 except OSError as error:  # a full disk behind the display, or a closed terminal
                     self.listeners.remove(listener)
-                    self.emit(_nothing_shown(error))
+                    reason = error.strerror or error
+                    self.emit(event("note", text=f"Nothing is shown from here on: {reason}. Training continues"))
 
     def _write(self) -> None:
         """Write events until `close`; after an error, retry every `RETRY_SECONDS`."""
         closing = False
         while not closing:
-            with self._turn:
+            with self._changed:
                 pause = RETRY_SECONDS if self._error else None
-                self._turn.wait_for(lambda: self._closing or (not self._error and self._waiting), pause)
+                self._changed.wait_for(lambda: self._closing or (not self._error and self._waiting), pause)
                 closing = self._closing
             try:
                 self._flush()
@@ -173,7 +174,7 @@ class Recorder:
             except OSError as error:
                 if not self._error:
                     reason = error.strerror or str(error)
-                    self._tell(event("note", text=f"Events wait in memory: {reason} ({self.folder})"))
+                    self._notify(event("note", text=f"Events wait in memory: {reason} ({self.folder})"))
                 self._error = error
 
     @property
@@ -186,25 +187,25 @@ class Recorder:
             file = open(self._path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (closed by close)
             self._file.close()
             self._file = file
-            self._tell(event("note", text=f"{self._path} was removed: later events are in a new file"))
+            self._notify(event("note", text=f"{self._path} was removed: later events are in a new file"))
         while lines := bytes(self._lines):
             count = self._file.write(lines)
-            with self._turn:
+            with self._changed:
                 del self._lines[:count]
         for name, text in list(self._files.items()):
             write_whole(self.folder / name, text)
-            with self._turn:
+            with self._changed:
                 self._files = {key: value for key, value in self._files.items() if value is not text}
 
     def _is_there(self) -> bool:
-        """Whether the open file still has its name: the folder may have been removed."""
+        """Whether the open file still exists under its name: the folder may have been removed."""
         return self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
 
     def close(self) -> None:
         """Write the waiting events, if the disk answers in time, and close the file."""
-        with self._turn:
+        with self._changed:
             self._closing = True
-            self._turn.notify_all()
+            self._changed.notify_all()
         self._writer.join(CLOSE_SECONDS)
         if self._waiting and not self.failure:
             self.failure = cannot_write(self._error or OSError(f"{self.folder} does not answer"))
@@ -212,18 +213,14 @@ class Recorder:
             self._file.close()
 
 
-def _nothing_shown(error: OSError) -> Event:
-    return event("note", text=f"Nothing is shown from here on: {error.strerror or error}. Training continues")
-
-
 def cannot_write(error: OSError) -> UserError:
-    """The error for lost events."""
+    """The error when events were lost."""
     remedy = "Free some space or choose another --run.dir; the checkpoints are intact"
     return UserError("The run's events cannot be written", str(error), remedy)
 
 
 def as_json(fields: Any, indent: int | None = None) -> str:
-    """Strict JSON: a number that is not finite becomes null."""
+    """Render strict JSON; a number that is not finite becomes null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -244,7 +241,7 @@ def cut_last_line(path: Path) -> None:
 
 
 def last_step(folder: Path) -> int:
-    """The step that the last events of a run tell of; -1 if they tell of none."""
+    """The last step among the last events of a run; -1 if there is none."""
     try:
         with open(folder / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))

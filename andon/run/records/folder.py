@@ -15,8 +15,8 @@ from andon.config.schema import RunSettings
 from andon.errors import UserError
 from andon.files import expand, no_follow, write_whole
 
-OWN = (".lock", "metrics.jsonl", "checkpoints", "logs")
-"""What a run writes into, in its folder."""
+OWN_NAMES = (".lock", "metrics.jsonl", "checkpoints", "logs")
+"""Files and folders that a run writes to."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DamagedCheckpoint:
 
     @property
     def note(self) -> str:
-        """What the user is told of it."""
+        """What the user reads about it."""
         show = f"`andon checkpoint verify {self.path}` shows all of it"
         return f"{self.path.name} is damaged and skipped: {self.reason} ({show})"
 
@@ -39,16 +39,15 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock: IO[str] | None = None
-        self._mark = f"{os.getpid()} {secrets.token_hex(8)}"
-        self.notes: list[str] = []
-        """What the user should know about the resume."""
+        self._mark = f"{os.getpid()} {secrets.token_hex(8)}"  # in the lock file
         self.damaged: list[DamagedCheckpoint] = []
+        """Checkpoints that the last `resume_from` has skipped."""
 
     def take(self) -> None:
         """Create the folder and lock it for this process."""
-        for name in OWN:
+        for name in OWN_NAMES:
             if (self.folder / name).is_symlink():
-                cause = "A run writes only into its own folder, so it follows no link out of it"
+                cause = "A run writes only into its own folder, so it does not follow links"
                 remedy = "Remove the link, or choose another --run.dir"
                 raise UserError(f"{self.folder / name} is a symbolic link", cause, remedy)
         try:
@@ -57,7 +56,7 @@ class RunFolder:
             if error.errno == errno.EBUSY:
                 cause = f"Process {read_mark(self.folder).partition(' ')[0]} is training there"
                 raise UserError(f"{self.folder} is in use", cause, "Wait for it, or choose another --run.dir") from None
-            raise UserError(f"{self.folder} cannot be used", f"{error.strerror}", "Choose another --run.dir") from None
+            raise UserError(f"{self.folder} cannot be used", str(error.strerror), "Choose another --run.dir") from None
         put_back(self.folder / "checkpoints")
 
     def hold(self) -> None:
@@ -85,13 +84,14 @@ class RunFolder:
             self._lock = None
 
     def move_aside(self, inputs: Sequence[str] = ()) -> Path | None:
-        """Rename the folder if it holds a run and take an empty one; gives the new name. `inputs` are what the new run
-        reads, which must stay where it is."""
+        """Rename the folder if it holds a run, and create an empty one; returns the new name of the old one.
+
+        `inputs` are paths that the new run reads, which must not move."""
         if not (self.folder / "metrics.jsonl").exists() and not newest(self.folder / "checkpoints"):
             return None
         for each in inputs:
             if expand(each).resolve().is_relative_to(self.folder.resolve()):
-                cause = f"A new run there would move the earlier one aside, and {each} with it"
+                cause = f"A new run would rename the folder of the earlier one, and {each} with it"
                 raise UserError(f"{each} is in the run's own folder", cause, "Choose another --run.dir")
         number = 1
         while (aside := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
@@ -106,9 +106,8 @@ class RunFolder:
         if resume == "none":
             return None
         if resume == "auto":
-            found = newest_good(self.folder / "checkpoints", self.damaged)
-            self.notes += [damage.note for damage in self.damaged]
-            return found
+            self.damaged = []
+            return newest_good(self.folder / "checkpoints", self.damaged)
         folder = Path(resume)
         known, found = verify_named(folder), newest(self.folder / "checkpoints")
         if known and found and step_of(found) > known.step:
@@ -120,15 +119,20 @@ class RunFolder:
             raise UserError(f"{folder} is not a checkpoint", "It has no manifest.json", remedy)
         return folder
 
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know about the resume."""
+        return [damage.note for damage in self.damaged]
+
     def begin(self, config: RunSettings) -> None:
-        """Write the configuration and remove how an earlier part of the run ended."""
+        """Write the configuration, and remove the summary and the halt of an earlier part of the run."""
         write_whole(self.folder / "config.yaml", config.to_yaml())
         for name in ("summary.json", "halt.json"):
             (self.folder / name).unlink(missing_ok=True)
 
 
 def newest_good(checkpoints: Path, damaged: list[DamagedCheckpoint]) -> Path | None:
-    """The newest checkpoint whose every byte verifies; damaged ones are skipped and added to a list."""
+    """The newest checkpoint whose bytes are all verified; damaged ones are skipped and added to `damaged`."""
     for step in reversed(steps(checkpoints)):
         found = checkpoint_path(checkpoints, step)
         try:

@@ -1,4 +1,4 @@
-"""What a user sees of a run while it lasts: progress, samples, notes; plain lines without a terminal. And errors."""
+"""What a user sees during a run: progress, samples, notes; plain lines without a terminal. And errors."""
 
 import time
 
@@ -15,9 +15,9 @@ from andon.run.records.events import Event
 from andon.run.screen.ending import first_causes, show_halt, show_summary
 from andon.run.screen.terminal import Terminal
 
-OF_STEPS = ("loss", "accuracy", "tokens/s", "answers/s", "lr", "grad norm")
-OF_TESTS = ("validation", "valid stories")
-PLAIN_EVERY = 2.0  # seconds between lines where there is no terminal
+STEP_FACTS = ("loss", "accuracy", "tokens/s", "answers/s", "MFU", "lr", "grad norm")
+EVAL_FACTS = ("validation", "valid stories")
+LINE_SECONDS = 2.0  # between lines without a terminal
 
 
 def progress_bar(console: Console) -> Progress:
@@ -27,13 +27,13 @@ def progress_bar(console: Console) -> Progress:
 
 
 def show_error(console: Console, error: UserError) -> None:
-    """Three lines: what happened, the likely cause, what to try."""
+    """Print three lines: what happened, the likely cause, what to try."""
     for style, line in (("bold red", error.what), ("", error.cause), ("bold", error.remedy)):
         console.print(harmless(line), style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class Display:
-    """Follows the events of a run."""
+    """Shows the events of a run."""
 
     def __init__(self, console: Console, config: RunSettings) -> None:
         self.console, self.config = console, config
@@ -52,37 +52,40 @@ class Display:
         self._live: Live | None = None
 
     def __call__(self, event: Event) -> None:
-        """Show one event; `OSError` if nothing can be shown any more."""
+        """Show one event; `OSError` if the terminal fails."""
         if handler := getattr(self, f"_on_{event['event']}", None):
             handler(event)
         if isinstance(self.console, Terminal) and self.console.failure:
             raise self.console.failure
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Stop the live display."""
         if self._live:
             self._live.stop()
             self._live = None
 
+    def _print(self, text: str, style: str) -> None:
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
+
     def _on_note(self, event: Event) -> None:
-        self.console.print(event["text"], style="dim", markup=False, soft_wrap=True)
+        self._print(event["text"], "dim")
 
     def _on_lost(self, event: Event) -> None:
-        self.console.print(event["text"], style="bold red", markup=False, soft_wrap=True)
+        self._print(event["text"], "bold red")
 
     def _on_generation(self, event: Event) -> None:
-        workers, joined = event["workers"], event["joined"]
+        workers, joined, step = event["workers"], event["joined"], event["step"]
+        self.started, self.first_step = time.monotonic(), step
         who = f"{workers} worker{'s' if workers > 1 else ''}" + (f", {joined} of them new," if joined else "")
-        self.started, self.first_step = time.monotonic(), event["step"]
-        where = f"{'from the checkpoint of' if event['lost_state'] else 'after'} step {event['step']:,}"
-        where = where if event["step"] else "from the beginning"
-        text = f"Going on with {who} {where} ({event['seconds']:.1f} s, generation "
-        self.console.print(f"{text}{event['generation']})", style="bold", markup=False, soft_wrap=True)
+        where = f"from the checkpoint of step {step:,}" if event["lost_state"] else f"after step {step:,}"
+        where = where if step else "from the beginning"
+        how = f"{event['seconds']:.1f} s, generation {event['generation']}"
+        self._print(f"Going on with {who} {where} ({how})", "bold")
 
     def _on_save_failed(self, event: Event) -> None:
-        what = "trying once more" if event["again"] else "skipped; the earlier checkpoints are intact"
-        where = f"Checkpoint {event['step']} could not be written to {event['folder']}"
-        self.console.print(f"{where}: {event['reason']} ({what})", style="bold red", markup=False, soft_wrap=True)
+        next_try = "trying again" if event["again"] else "skipped; the earlier checkpoints are intact"
+        what = f"Checkpoint {event['step']} could not be written to {event['folder']}"
+        self._print(f"{what}: {event['reason']} ({next_try})", "bold red")
 
     def _on_start(self, event: Event) -> None:
         self.started, self.first_step = time.monotonic(), event["step"]
@@ -96,8 +99,7 @@ class Display:
 
     def _on_step(self, event: Event) -> None:
         if reason := event.get("skipped"):
-            text = f"step {event['step']:,} skipped, no weight changed: {first_causes(str(reason))}"
-            self.console.print(text, style="yellow", markup=False, soft_wrap=True)
+            self._print(f"step {event['step']:,} skipped, no weight changed: {first_causes(str(reason))}", "yellow")
         elapsed = time.monotonic() - self.started
         left = (self.config.train.steps - event["step"]) * elapsed / max(1, event["step"] - self.first_step)
         self.facts["loss"] = f"{event['loss']:.4f}" + self.floor
@@ -112,9 +114,9 @@ class Display:
         if self._live and self._task is not None:
             self._progress.update(self._task, completed=event["step"], eta=eta)
             self._live.update(self._render())
-        elif time.monotonic() - self._last_line > PLAIN_EVERY or event["step"] == self.config.train.steps:
+        elif time.monotonic() - self._last_line > LINE_SECONDS or event["step"] == self.config.train.steps:
             self._last_line = time.monotonic()
-            facts = "  ".join(f"{name} {self.facts[name]}" for name in OF_STEPS if name in self.facts)
+            facts = "  ".join(f"{name} {self.facts[name]}" for name in STEP_FACTS if name in self.facts)
             self.console.print(f"step {event['step']}/{self.config.train.steps}  {facts}  {eta}", soft_wrap=True)
 
     def _on_sample(self, event: Event) -> None:
@@ -153,7 +155,7 @@ class Display:
 
     def _render(self) -> RenderableType:
         rows: list[RenderableType] = [self._progress]
-        for names in (OF_STEPS, OF_TESTS):
+        for names in (STEP_FACTS, EVAL_FACTS):
             facts = Table.grid(padding=(0, 3))
             facts.add_row(*(f"{name} [bold]{self.facts[name]}[/]" for name in names if name in self.facts))
             rows.append(facts)

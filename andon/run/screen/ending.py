@@ -1,4 +1,4 @@
-"""What a user is told when a run ends: the halt, on one screen, or the summary; and what to do next."""
+"""What a user sees when a run ends: the halt, on one screen, or the summary; and what to do next."""
 
 import shlex
 import sys
@@ -15,41 +15,42 @@ from andon.config.schema import RunSettings
 from andon.run.records.events import Event
 from andon.run.screen.terminal import human_bytes, human_count
 
-MOST_PLACES = 4  # slots that the card of a halt names
+MAX_SLOTS = 4  # that the panel of a halt names
 
 
 def show_halt(console: Console, config: RunSettings, event: Event) -> None:
-    """Print a halt on one screen: what happened, where it was first seen, and what to do. `halt.json` has the rest."""
+    """Print a halt on one screen: what happened, its first findings, and what to do. `halt.json` has all findings."""
     lines = [f"[bold]{escape(first_causes(event['cause']))}[/]", ""]
     samples: list[int | str] = []
     seen: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for found in event["findings"]:
         seen.setdefault((found["rank"], found["host"], found["slot"]), []).append(found)
         samples += [sample for sample in found["samples"] if sample not in samples]
-    for (rank, host, slot), found_here in list(seen.items())[:MOST_PLACES]:
-        lines += _place(f"rank {rank} · {host}", slot, found_here)
-    if len(seen) > MOST_PLACES:
-        lines.append(f"and {len(seen) - MOST_PLACES} more slots")
+    for (rank, host, slot), found_here in list(seen.items())[:MAX_SLOTS]:
+        lines += _slot_lines(f"rank {rank} · {host}", slot, found_here)
+    if len(seen) > MAX_SLOTS:
+        lines.append(f"and {len(seen) - MAX_SLOTS} more slots")
     if event["sound"]:
         state = f"Weights stay at step {event['committed']}. Nothing of step {event['step']} touched them."
     else:
-        state = "Ranks hold different bits, so nothing was saved. The last checkpoint is from before that."
+        state = "Ranks hold different bits, so nothing was saved. The last checkpoint is from before they differed."
     lines += ["", f"{state} All findings: {escape(str(config.run.dir / 'halt.json'))}", ""]
     todo = []
     if samples:
         option = "--samples" if isinstance(samples[0], str) else "--windows"
         named = shlex.join([str(config.run.dir), option, ",".join(map(str, samples[:8]))])
         todo.append(("look at the samples", f"andon data show {named}"))
-    todo.append(("go on from there", again()))
-    if event["sound"] and not config.group.server:  # such a server halts, too
-        todo.append(("skip such steps", f"{again()} --on_nonfinite skip"))
+    command = same_command(sys.argv[1:])
+    todo.append(("go on from there", command))
+    if event["sound"] and not config.group.server:  # a gradient server would halt as well
+        todo.append(("skip such steps", f"{command} --on_nonfinite skip"))
     title = f"[bold]THE LINE STOPPED at step {event['step']}[/]"
     console.print(Panel("\n".join(lines), title=title, title_align="left", border_style="red"))
     for name, command in todo:  # outside the panel, so that a command can be copied as a whole
         console.print(f"  {name:<21} {command}", soft_wrap=True, markup=False)
 
 
-def _place(where: str, slot: int | None, found: list[dict[str, Any]]) -> list[str]:
+def _slot_lines(where: str, slot: int | None, found: list[dict[str, Any]]) -> list[str]:
     """One slot's findings in two lines: how many parameters, and the first of them."""
     first = found[0]
     if slot is None:
@@ -69,19 +70,17 @@ def first_causes(cause: str) -> str:
 
 
 def _and_more(parts: list[str], separator: str = ", ") -> str:
-    return (
-        separator.join(parts) if len(parts) <= 3 else f"{separator.join(parts[:2])}{separator}and {len(parts) - 2} more"
-    )
+    if len(parts) > 3:
+        parts = [*parts[:2], f"and {len(parts) - 2} more"]
+    return separator.join(parts)
 
 
-def again(arguments: Sequence[str] | None = None) -> str:
-    """The command that was given, without its injected faults."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    kept = []
-    while given:
-        word = given.pop(0)
+def same_command(arguments: Sequence[str]) -> str:
+    """The command with these arguments, without its injected faults."""
+    kept, words = [], iter(arguments)
+    for word in words:
         if word == "--fault":
-            given = given[1:]
+            next(words, "")
         elif not word.startswith("--fault="):
             kept.append(word)
     return shlex.join(["andon", *kept])
@@ -103,9 +102,8 @@ def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> Non
         table.add_row("skipped", f"{skipped:,} steps changed no weight, because a gradient was not finite")
     if "seconds" in summary:
         speed = f"{human_count(summary['tokens_per_s'])} {counted}/s on average"
-        table.add_row(
-            "took", f"{_minutes(summary['seconds'])} · {speed} · {human_bytes(summary['peak_memory'])} a worker"
-        )
+        memory = f"{human_bytes(summary['peak_memory'])} a worker"
+        table.add_row("took", f"{_minutes(summary['seconds'])} · {speed} · {memory}")
     if "valid_share" in summary:
         known = f"{summary['known']} of them in the training text"
         table.add_row("stories", f"{summary['valid_share']:.0%} of the samples are valid, {known}")
@@ -124,6 +122,7 @@ def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> Non
 def _next(checkpoint: Path, summary: dict[str, Any]) -> list[str]:
     """What a user may want to do with the model."""
     if result := summary.get("result"):
-        return [f'andon generate {result} "…"', *([f"andon merge {result}"] if Path(result).name == "adapter" else [])]
+        merge = [f"andon merge {result}"] if Path(result).name == "adapter" else []
+        return [f'andon generate {result} "…"', *merge]
     prompt = "Once upon a time," if "valid_share" in summary else "The"
     return [f'andon generate {checkpoint} "{prompt}"', f"andon evaluate {checkpoint}"]

@@ -1,4 +1,4 @@
-"""What a user is told before a run: its plan, its corpus, and whether it fits this machine."""
+"""What a user sees before a run: its plan, its corpus, and whether it fits this machine."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from andon.config.schema import Config, RunSettings
 from andon.run.plan import Memory, cost_of_a_loss, make_plan
 from andon.run.screen.terminal import human_bytes, human_count
 
-MANY_EPOCHS = 20  # from which on a warning is due
+MANY_EPOCHS = 20  # more get a warning
 
 
 def show_plan(console: Console, config: Config) -> None:
@@ -39,7 +39,7 @@ def show_plan(console: Console, config: Config) -> None:
 
 
 def show_corpus_plan(console: Console, config: Config, documents: int, tokens: int) -> None:
-    """Print what the corpus holds, and how often the run reads it."""
+    """Print the size of the corpus, and how often the run reads it."""
     windows = max(0, (tokens - 1) // config.train.context)
     held_out = windows // max(2, round(1 / config.data.validation)) if config.data.validation and windows > 1 else 0
     read = config.train.steps * config.train.slots * config.train.micro_batch
@@ -51,12 +51,12 @@ def show_corpus_plan(console: Console, config: Config, documents: int, tokens: i
 
 
 def machine_notes(config: RunSettings) -> Iterator[str]:
-    """Where a run does not fit this machine, or leaves much of it idle."""
+    """Notes if a run does not fit this machine, or leaves much of it idle."""
     busy = config.workers * config.threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.device == "cuda":
         return
-    # The memory of fine-tuning is known to whoever has loaded torch: `andon plan --finetune`.
+    # The memory of fine-tuning is known only after torch is loaded: `andon plan --finetune` shows it.
     needed = make_plan(config).memory.of_all(config.workers) if isinstance(config, Config) else 0
     if needed > (free := psutil.virtual_memory().available):
         remedy = "`andon plan` shows which settings take less"

@@ -1,5 +1,5 @@
-"""The terminal: text from elsewhere does no harm there, and a run goes on when nothing can be shown any more.
-And numbers with units."""
+"""The terminal: control characters of foreign text have no effect, and a run goes on when output fails. And numbers
+with units."""
 
 import os
 import sys
@@ -12,14 +12,14 @@ from andon.errors import harmless
 
 
 def discard(stream: TextIO) -> None:
-    """Let a stream that cannot be written lead nowhere: Python would fail at its end with what is in the buffer."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Redirect a stream that cannot be written to /dev/null: Python would fail when it flushes the buffer at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 class LastingOutput:
-    """An output that gives up at the first error (a full disk, a closed terminal) and then discards everything."""
+    """An output that discards everything after its first error (a full disk, a closed terminal)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -29,7 +29,7 @@ class LastingOutput:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write, unless it has given up."""
+        """Write; an error is kept in `failure`."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -37,7 +37,7 @@ class LastingOutput:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, unless it has given up."""
+        """Flush; an error is kept in `failure`."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -49,7 +49,7 @@ class LastingOutput:
 
 
 class Terminal(Console):
-    """A console that shows control characters harmlessly; with `lasting`, one that never fails."""
+    """A console that spells control characters out; with `lasting`, it never raises `OSError`."""
 
     def __init__(self, stderr: bool = False, lasting: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
@@ -61,7 +61,7 @@ class Terminal(Console):
 
     @property
     def failure(self) -> OSError | None:
-        """Why nothing is shown any more, if so."""
+        """Why output is discarded, if it is."""
         return self.file.failure if isinstance(self.file, LastingOutput) else None
 
 
