@@ -60,7 +60,7 @@ def test_our_worker_joins_a_plain_server_for_a_whole_session() -> None:
         (struct.pack("<BQQff", 5, 7, 1, 1.0, 1.0), ProtocolError, "step 7"),
         (struct.pack("<BQBQf", 11, 6, 0, 1, 1.0), ProtocolError, "AveragedNonBlockGradient"),
         (struct.pack("<BQQff", 5, 6, 2, 1.0, 1.0), ProtocolError, "cut short"),
-        (struct.pack("<BQQfff", 5, 6, 2, 1.0, 1.0, 1.0), ProtocolError, "2 floats where 1 were sent"),
+        (struct.pack("<BQQfff", 5, 6, 2, 1.0, 1.0, 1.0), ProtocolError, "a mean of 2 floats for a gradient of 1"),
         (b"\x99", ProtocolError, "0x99"),
         (b"\x07", ServerShutdown, "ended the session"),
     ],
