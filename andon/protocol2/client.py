@@ -13,7 +13,7 @@ import numpy as np
 from andon.errors import UserError
 from andon.protocol2.link import Link, Move
 from andon.protocol2.wire import messages
-from andon.protocol2.wire.dialogue import WHOLE, Part
+from andon.protocol2.wire.dialogue import BLOCK, WHOLE, Part
 from andon.protocol2.wire.extension import MARK, Abilities, AveragedPiece, GradientPiece, Halted, Leaving, WorkerLost
 from andon.transport.base import GroupError, ProtocolError
 from andon.transport.tcp.frames import MAX_FRAME_BYTES, Buffer, Floats, Message, encode
@@ -83,17 +83,14 @@ class WorkerClient:
         part = Part(WHOLE, step, length=len(gradients))
         return self._average(part, message, messages.AveragedGradient, samples, step=step)
 
-    def average_block(self, part: Part, gradients: Floats) -> Floats:
-        """Send the gradient of one block, its components one after the other; returns the mean over all workers."""
-        step, block = part.step, part.index
-        message = messages.BlockGradientPayload(step, self.worker_id, block, part.blocks, part.sizes, gradients)
-        return self._average(part, message, messages.AveragedBlockGradient, step=step, block_idx=block)[0]
-
-    def average_component(self, part: Part, gradients: Floats) -> Floats:
-        """Send the gradient of the LM head (0), the final norm (1) or the embedding (2); returns the mean."""
-        step, component = part.step, part.index
-        message = messages.NonBlockGradientPayload(step, self.worker_id, component, gradients)
-        return self._average(part, message, messages.AveragedNonBlockGradient, step=step, component=component)[0]
+    def average_part(self, part: Part, gradients: Floats) -> Floats:
+        """Send the gradient of a block or a component; returns the mean over all workers."""
+        step, index = part.step, part.index
+        if part.tag == BLOCK:
+            block = messages.BlockGradientPayload(step, self.worker_id, index, part.blocks, part.sizes, gradients)
+            return self._average(part, block, messages.AveragedBlockGradient, step=step, block_idx=index)[0]
+        component = messages.NonBlockGradientPayload(step, self.worker_id, index, gradients)
+        return self._average(part, component, messages.AveragedNonBlockGradient, step=step, component=index)[0]
 
     def close(self) -> None:
         """Leave, because this worker is done; safe to call twice."""

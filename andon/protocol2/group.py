@@ -210,11 +210,8 @@ class Protocol2Group(RingGroup):
     def _exchange(self, mine: Floats) -> Floats:
         part, _ = self._parts[self._next]
         assert part.length == len(mine), (part, len(mine))
-        part = replace(part, step=self._step)
         self._next += 1
-        if part.tag == BLOCK:
-            return self.client.average_block(part, mine)
-        return self.client.average_component(part, mine)
+        return self.client.average_part(replace(part, step=self._step), mine)
 
 
 def _explanation(error: GroupError) -> tuple[str, str]:

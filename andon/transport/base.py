@@ -136,7 +136,7 @@ class Group(ABC):
     """Which membership of the run this is."""
     transport: str = "local"
     wire: Wire = "f32"
-    """How gradients are rounded; bf16 rounds every node of the order of addition (`engine.gradients.order`)."""
+    """How gradients are rounded: bf16 rounds every node of the order of addition. A plain all-gather is exact."""
     mixed: bool = False
     """Whether its machines compute different bits; then one rank updates each weight and sends it to the others."""
     stop_wanted: Callable[[], bool] = staticmethod(lambda: False)
@@ -235,14 +235,6 @@ class Group(ABC):
             self.leave()
 
 
-class GroupType(Protocol):
-    """The class of a transport's group."""
-
-    def open(self, rendezvous: Rendezvous, settings: Settings) -> Group:
-        """Open the group together with all ranks at the rendezvous."""
-        ...
-
-
 @dataclass(frozen=True)
 class Traffic:
     """What the ranks of a group exchange in a step, in bytes."""
@@ -296,8 +288,8 @@ class Transport:
     def open(self, rendezvous: Rendezvous, settings: Settings) -> Group:
         """Open a group with all ranks at the rendezvous."""
         module, _, name = self.group.partition(":")
-        group: GroupType = getattr(import_module(f"andon.{module}"), name)
-        return group.open(rendezvous, settings)
+        group: Group = getattr(import_module(f"andon.{module}"), name).open(rendezvous, settings)
+        return group
 
 
 def _by_parts(traffic: Traffic) -> float:

@@ -4,8 +4,6 @@ The one order of addition needs every contribution in one place, so a reduce-sca
 rank sends part j of each of its rows to rank j), after which every rank adds its own part in the order of
 `andon.engine.gradients.order`. With the all-gather that follows, a rank sends as many bytes as in a ring. All transfers
 are point to point: each has exactly one peer, which an error can name.
-
-With a bf16 wire, contributions and all partial sums are rounded to bf16; a plain all-gather is exact.
 """
 
 import contextlib
@@ -85,7 +83,7 @@ class TorchGroup(Group):
             self._gather(first_row(nodes), bounds, self._wire_dtype(nodes))
 
     def _reduce(self, nodes: torch.Tensor, parts: Sequence[tuple[int, int]], order: Order | None) -> None:
-        """Send every rank its part of each of this rank's rows, and add up everyone's rows of this rank's part."""
+        """Send every rank its part of this rank's rows, and add up all ranks' rows of this rank's part."""
         order = order or one_node_each(self.world_size)
         rows = rows_of(nodes, order, self.rank)
         dtype = self._wire_dtype(nodes)

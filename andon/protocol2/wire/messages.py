@@ -50,7 +50,7 @@ class GradientPayload(Message):
 
 @message(VERSION_2, 0x05, "u64", "f32[]", "f32")
 class AveragedGradient(Message):
-    """Server: "This is the mean of everyone's gradient, and the loss over all samples." """
+    """Server: "This is the mean gradient over all workers, and the loss over all samples." """
 
     step: int
     gradients: Floats

@@ -10,8 +10,7 @@ gather, each rank copies the others' parts.
 Any other tensor is *staged*: it is copied piece by piece through two staging areas in turn, so that the next piece is
 copied in while the current one is summed, with one barrier per piece.
 
-With a bf16 wire, contributions and all partial sums are rounded to bf16, as on any transport; in shared memory that
-saves nothing and only gives the same bits.
+A bf16 wire saves nothing in shared memory; it rounds only to give the same bits as other transports.
 """
 
 import os

@@ -5,7 +5,7 @@ operation on many elements would wake torch's other threads and wait for all of 
 than the work itself. numpy has no threads, and torch stays on one below GRAIN_ELEMENTS.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -34,12 +34,6 @@ def add(into: Floats, other: Floats) -> None:
     """Add in place, without numpy's warning of an overflow: the check of the sums finds it."""
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(into, other, out=into)
-
-
-def add_up(adds: Sequence[tuple[int, int]], leaves: Sequence[Floats]) -> None:
-    """`Order.add_up` on arrays."""
-    for into, other in adds:
-        add(leaves[into], leaves[other])
 
 
 def convert(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -4,8 +4,6 @@ A rank announces an operation and then sends its values and receives results at 
 (`andon.transport.tcp.star_pipeline` defines which rank sends and receives which): piece k comes back while piece k + 1
 is being added and piece k + 2 is being sent. So neither end holds more than a few pieces, whatever the length of the
 vector.
-
-With a bf16 wire, contributions and all partial sums are rounded. A plain all-gather is exact.
 """
 
 import socket

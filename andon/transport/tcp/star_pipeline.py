@@ -24,7 +24,7 @@ from typing import Final
 import torch
 
 from andon.engine.gradients.order import Order
-from andon.transport.tcp.encoding import PIECE_ELEMENTS, add_bf16, add_up
+from andon.transport.tcp.encoding import PIECE_ELEMENTS, add, add_bf16
 from andon.transport.tcp.stream import Incoming, Outgoing, Stream
 
 WINDOW_PIECES: Final = 2
@@ -66,18 +66,18 @@ class PipelineBuffers:
 
     def __init__(self, leaves: int) -> None:
         self.leaves = leaves
-        self._buffers = torch.empty(WINDOW_PIECES, leaves, 4 * PIECE_ELEMENTS, dtype=torch.uint8)
-        self._floats = self._buffers.view(torch.float32).numpy()
-        self.bytes: list[list[memoryview]] = [[leaf.numpy().data for leaf in one] for one in self._buffers]
+        buffers = torch.empty(WINDOW_PIECES, leaves, 4 * PIECE_ELEMENTS, dtype=torch.uint8)
+        self._floats, self._rounded = buffers.view(torch.float32).numpy(), buffers.view(torch.bfloat16)
+        self.bytes: list[list[memoryview]] = [[leaf.numpy().data for leaf in piece] for piece in buffers]
 
     def add_up(self, window: int, size: int, adds: Sequence[tuple[int, int]], kind: str) -> None:
         """Add the leaves of a piece in the one order; the sum ends in the first leaf."""
-        if kind == "float32":
-            add_up(adds, list(self._floats[window, :, :size]))
-        else:
-            leaves = self._buffers[window].view(torch.bfloat16)[:, :size]
-            for into, other in adds:
-                add_bf16(leaves[into], leaves[other])
+        floats, rounded = self._floats[window, :, :size], self._rounded[window, :, :size]
+        for into, other in adds:
+            if kind == "float32":
+                add(floats[into], floats[other])
+            else:
+                add_bf16(rounded[into], rounded[other])
 
 
 class Pipeline:

@@ -66,13 +66,12 @@ class _Pending(Generic[T]):
     def __init__(self, sock: socket.socket, host: str, greet: Greet[T]) -> None:
         self.sock, self.host, self.until = sock, host, time.monotonic() + HANDSHAKE_SECONDS
         self.result: T | None = None
-        self._greet, self._reader = greet, None if isinstance(sock, ssl.SSLSocket) else self._new_reader(greet)
+        self._greet = greet
+        # On a plain connection the greeting begins now; with TLS, after the TLS handshake.
+        self._reader = None if isinstance(sock, ssl.SSLSocket) else MessageReader(sock, -1, self._read())
 
-    def _new_reader(self, greet: Greet[T]) -> MessageReader:
-        def read() -> Generator[memoryview, None, None]:
-            self.result = yield from greet(self.sock)
-
-        return MessageReader(self.sock, -1, read())
+    def _read(self) -> Generator[memoryview, None, None]:
+        self.result = yield from self._greet(self.sock)
 
     def advance(self) -> bool:
         """Read what has arrived; returns whether the connection has introduced itself."""
@@ -82,7 +81,7 @@ class _Pending(Generic[T]):
                 self.sock.do_handshake()
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return False
-            self._reader = self._new_reader(self._greet)
+            self._reader = MessageReader(self.sock, -1, self._read())
         while self._reader.done < self._reader.count and self._reader.move():
             pass
         return self._reader.done == self._reader.count
