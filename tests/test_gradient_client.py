@@ -49,8 +49,8 @@ def test_our_worker_joins_a_plain_server_for_a_whole_session() -> None:
         assert (assignment.step, assignment.shard_start, assignment.shard_end) == (6, 10, 20)
         averaged, loss = client.average(6, mine, (0.5, 3, 4))
         assert (averaged.tolist(), loss) == ([3.0, 4.0], 0.75)
-        assert client.average_block(Part(BLOCK, 6, 4, 24, (2,)), mine).tolist() == [5.0, 6.0]
-        assert client.average_component(Part(COMPONENT, 6, 2), mine).tolist() == [7.0, 8.0]
+        assert client.average_part(Part(BLOCK, 6, 4, 24, (2,)), mine).tolist() == [5.0, 6.0]
+        assert client.average_part(Part(COMPONENT, 6, 2), mine).tolist() == [7.0, 8.0]
         assert client.receive_assignment() is None
 
 
@@ -60,7 +60,7 @@ def test_our_worker_joins_a_plain_server_for_a_whole_session() -> None:
         (struct.pack("<BQQff", 5, 7, 1, 1.0, 1.0), ProtocolError, "step 7"),
         (struct.pack("<BQBQf", 11, 6, 0, 1, 1.0), ProtocolError, "AveragedNonBlockGradient"),
         (struct.pack("<BQQff", 5, 6, 2, 1.0, 1.0), ProtocolError, "cut short"),
-        (struct.pack("<BQQfff", 5, 6, 2, 1.0, 1.0, 1.0), ProtocolError, "2 floats where 1 were sent"),
+        (struct.pack("<BQQfff", 5, 6, 2, 1.0, 1.0, 1.0), ProtocolError, "a mean of 2 floats for a gradient of 1"),
         (b"\x99", ProtocolError, "0x99"),
         (b"\x07", ServerShutdown, "ended the session"),
     ],
@@ -123,9 +123,9 @@ def test_our_own_peers_exchange_what_is_too_long_for_a_message_in_pieces(tag: in
                 mean, loss = client.average(0, mine, (float(client.worker_id), 1, 2))
                 assert loss == 0.5
             elif tag == BLOCK:
-                mean = client.average_block(Part(BLOCK, 0, 0, 1, (length,), length=length), mine)
+                mean = client.average_part(Part(BLOCK, 0, 0, 1, (length,), length=length), mine)
             else:
-                mean = client.average_component(Part(COMPONENT, 0, 0, length=length), mine)
+                mean = client.average_part(Part(COMPONENT, 0, 0, length=length), mine)
             return float(mean[0]), float(mean[-2]), float(mean[-1]), len(mean)
 
     with GradientServer() as server, ThreadPoolExecutor(2) as pool:

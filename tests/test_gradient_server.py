@@ -256,8 +256,8 @@ def test_who_breaks_the_protocol_is_named_and_dropped_and_the_others_go_on(spoil
         (lambda w: w.send_non_block(3, 0, [1.0]), Part(COMPONENT, 1, 0), "step 3 where 1 was expected"),
         (lambda w: w.send_non_block(1, 3, [1.0]), Part(COMPONENT, 1, 0), "component 3 where 0, 1 or 2 was expected"),
         (lambda w: w.send_gradient(1, [1.0], 1.0, 1, 1), Part(BLOCK, 1, 4), "whole vector where block 4 was expected"),
-        (lambda w: w.send_block(1, 4, [1], [1.0]), None, "block 4, with which no step begins"),
-        (lambda w: w.send_non_block(1, 1, [1.0]), None, "component 1, with which no step begins"),
+        (lambda w: w.send_block(1, 4, [1], [1.0]), None, "block 4 cannot begin a step"),
+        (lambda w: w.send_non_block(1, 1, [1.0]), None, "component 1 cannot begin a step"),
     ],
 )
 def test_a_part_that_does_not_come_now_is_refused(send: Spoil, expected: Part | None, complaint: str) -> None:
@@ -367,7 +367,7 @@ def test_only_a_worker_of_ours_is_given_up_for_its_silence() -> None:
     with GradientServer(dead_after=0.4, heartbeat=0.1, on_lost=lost.append) as server, ThreadPoolExecutor(2) as pool:
         joining = pool.submit(server.wait_for_workers, 3, SECONDS)
         plain = PlainWorker(server.address)
-        silent = WorkerClient(server.address, JoinRequest("silent", 0, "cpu"), heartbeat=0.0)
+        silent = WorkerClient(server.address, JoinRequest("silent", 0, "cpu"), heartbeat=1000.0)
         beating = WorkerClient(server.address, JoinRequest("beating", 0, "cpu"), heartbeat=0.1)
         joining.result(SECONDS)
         collecting = pool.submit(server.collect, Dialogue())
@@ -395,7 +395,7 @@ def test_a_frame_that_has_begun_must_go_on() -> None:
 
 @pytest.mark.alone
 def test_a_worker_that_reads_too_slowly_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("andon.protocol2.worker.SLOWEST", 1e9)
+    monkeypatch.setattr("andon.protocol2.worker.MIN_BYTES_PER_SECOND", 1e9)
     lost: Lost = []
     big = np.ones(4_000_000, np.float32)  # more than the kernel holds for a worker that does not read
     with session(2, dead_after=0.5, lost=lost) as (server, workers), ThreadPoolExecutor(3) as pool:

@@ -119,7 +119,7 @@ def test_a_server_that_is_not_there_or_serves_others_is_refused_in_three_lines(t
         stranger = PlainWorker(server.address)
         output = refused(*over(server.address))
         stranger.sock.close()
-    assert "Rank 0 is worker 1 of the gradient server" in output and "not of this run" in output
+    assert "Rank 0 is worker 1 of the gradient server" in output and "does not belong to this run" in output
 
 
 def test_a_server_that_shares_out_samples_is_named_with_the_remedy(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_server_that_shares_out_samples_is_named_with_the_remedy(tmp_path: Pat
         code, output = andon("train", *SMALL, "--workers=2", "--run.dir=run", *over(server.address), cwd=tmp_path)
     assert code == 1, output
     cause, remedy = output.strip().splitlines()[-2:]
-    assert f"The gradient server at 127.0.0.1:{server.address[1]} shares out samples" in cause, output
+    assert f"The gradient server at 127.0.0.1:{server.address[1]} assigns samples" in cause, output
     assert "Start it without --samples" in remedy
 
 

@@ -215,7 +215,7 @@ def test_refusals_are_few_lines_whatever_strangers_make_up(monkeypatch: pytest.M
     assert len(lines) == 2
     for number in range(10_000):
         refusals.add("10.0.0.1", f"a reason that {'x' * (number % 997)} made up")
-    assert len(lines) <= 2 + reception.MOST_KINDS
+    assert len(lines) <= 2 + reception.MAX_REASONS
     monkeypatch.setattr(reception, "QUIET_SECONDS", 0.0)
     refusals.add("10.0.0.1", "a frame of 5 bytes; 1 to 1,024 are allowed")
     assert "9,999 more were refused for that reason" in lines[-1]

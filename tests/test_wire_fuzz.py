@@ -106,7 +106,7 @@ def wrong_tag(draw: st.DrawFn) -> bytes:
 rubbish = st.binary(min_size=1, max_size=200)
 malformed = st.one_of(cut_short(), too_long(), not_utf_8(), wrong_tag())
 dubious = st.one_of(wrong_counts(), rubbish)
-bad_lengths = st.one_of(st.just(0), st.integers(wire.MAX_FRAME + 1, 2**32 - 1))
+bad_lengths = st.one_of(st.just(0), st.integers(wire.MAX_FRAME_BYTES + 1, 2**32 - 1))
 
 
 def examples(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -11,20 +11,19 @@ from typing import Any, Final, Self, TypeVar
 import numpy as np
 
 from andon.errors import UserError
-from andon.protocol2.heartbeat import HeartbeatThread
 from andon.protocol2.link import Link, Move
 from andon.protocol2.wire import messages
-from andon.protocol2.wire.dialogue import WHOLE, Part
+from andon.protocol2.wire.dialogue import BLOCK, WHOLE, Part
 from andon.protocol2.wire.extension import MARK, Abilities, AveragedPiece, GradientPiece, Halted, Leaving, WorkerLost
 from andon.transport.base import GroupError, ProtocolError
-from andon.transport.tcp.frames import MAX_FRAME, Buffer, Floats, Message, encode
+from andon.transport.tcp.frames import MAX_FRAME_BYTES, Buffer, Floats, Message, encode
 
 M = TypeVar("M", bound=Message)
 Samples = tuple[float, int, int]
-"""The loss on a worker's samples, how many of them it got right, and their number."""
+"""The loss on a worker's samples, the number of correct predictions, and the number of samples."""
 NO_SAMPLES: Final[Samples] = (0.0, 0, 0)
 LEAVE_SECONDS: Final = 1.0
-"""How long a worker that leaves waits for the server to take note."""
+"""How long a worker that leaves waits for the server to close the connection."""
 
 
 class ServerShutdown(GroupError):
@@ -32,7 +31,7 @@ class ServerShutdown(GroupError):
 
 
 class ServerHalted(GroupError):
-    """The server stopped the line: some worker's gradient, or the sum, was not finite."""
+    """The server halted: a worker's gradient, or the sum, was not finite."""
 
 
 class WorkerClient:
@@ -46,16 +45,16 @@ class WorkerClient:
         heartbeat: float = 5.0,
         mover: Callable[[socket], Move] | None = None,
     ) -> None:
-        """Join the server at `address`, and wait for it as long as it lives. If it is Andon's own, both send
-        heartbeats: it counts as dead after `dead_after` seconds of silence."""
+        """Join the server at `address`, and wait for it as long as it lives. An Andon server and its workers send
+        heartbeats every `heartbeat` seconds; it counts as dead after `dead_after` seconds of silence."""
         self.lost: dict[int, str] = {}
-        """Workers that an Andon server has reported as lost, and why; means are those of the others."""
+        """Workers that an Andon server has reported as lost, and why; means are over the others."""
         self.piece_floats = 0
         """Floats of a piece; 0: the server knows only version 2."""
         self._node_id = join.node_id
         self._sending = threading.Lock()
         self._unsent = b""
-        """What the kernel did not take of a heartbeat: the next message comes behind it."""
+        """The bytes of a heartbeat that the kernel did not accept: they go out before the next message."""
         self._link = Link(address, mover)
         try:
             self._send(encode(replace(join, backend=join.backend + MARK)), "joining")
@@ -64,38 +63,38 @@ class WorkerClient:
             self._link.close()
             raise
         self.worker_id, self.total_workers = accepted.worker_id, accepted.total_workers
+        self._left = threading.Event()
+        name = "andon-heartbeat"
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, args=(heartbeat,), name=name, daemon=True)
         if self.piece_floats:
             self._link.patience = dead_after
-        self._heartbeat = HeartbeatThread(heartbeat if self.piece_floats else 0.0, self._beat)
+            self._heartbeats.start()
 
     def receive_assignment(self) -> messages.ShardAssignment | None:
-        """The samples of the next step, or None when the server has ended the session."""
+        """Receive the samples of the next step, or None when the server has ended the session."""
         try:
             return self._receive(messages.ShardAssignment, "waiting for a shard")
         except ServerShutdown:
             return None
 
     def average(self, step: int, gradients: Floats, samples: Samples = NO_SAMPLES) -> tuple[Floats, float]:
-        """The mean of everyone's whole gradient, and the loss over all samples."""
+        """Send a whole gradient; returns the mean over all workers, and the loss over all samples."""
         message = messages.GradientPayload(step, self.worker_id, gradients, *samples)
         part = Part(WHOLE, step, length=len(gradients))
         return self._average(part, message, messages.AveragedGradient, samples, step=step)
 
-    def average_block(self, part: Part, gradients: Floats) -> Floats:
-        """The mean of everyone's gradient of one block, its components end to end."""
-        step, block = part.step, part.index
-        message = messages.BlockGradientPayload(step, self.worker_id, block, part.blocks, part.sizes, gradients)
-        return self._average(part, message, messages.AveragedBlockGradient, step=step, block_idx=block)[0]
-
-    def average_component(self, part: Part, gradients: Floats) -> Floats:
-        """The mean of everyone's gradient of the LM head (0), the final norm (1) or the embedding (2)."""
-        step, component = part.step, part.index
-        message = messages.NonBlockGradientPayload(step, self.worker_id, component, gradients)
-        return self._average(part, message, messages.AveragedNonBlockGradient, step=step, component=component)[0]
+    def average_part(self, part: Part, gradients: Floats) -> Floats:
+        """Send the gradient of a block or a component; returns the mean over all workers."""
+        step, index = part.step, part.index
+        if part.tag == BLOCK:
+            block = messages.BlockGradientPayload(step, self.worker_id, index, part.blocks, part.sizes, gradients)
+            return self._average(part, block, messages.AveragedBlockGradient, step=step, block_idx=index)[0]
+        component = messages.NonBlockGradientPayload(step, self.worker_id, index, gradients)
+        return self._average(part, component, messages.AveragedNonBlockGradient, step=step, component=index)[0]
 
     def close(self) -> None:
-        """Leave: this worker is done; safe to call twice."""
-        self._heartbeat.close()
+        """Leave, because this worker is done; safe to call twice."""
+        self._stop_heartbeats()
         if self.piece_floats:
             self._send_if_free(b"".join(encode(Leaving())))
             self._link.wait_for_end(LEAVE_SECONDS)
@@ -104,7 +103,7 @@ class WorkerClient:
     def abort(self) -> None:
         """Disconnect after a failure: an Andon server reports this worker as lost."""
         self._link.close()
-        self._heartbeat.close()
+        self._stop_heartbeats()
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +117,7 @@ class WorkerClient:
     def _average(
         self, part: Part, message: Message, answer: type[Message], samples: Samples = NO_SAMPLES, **fields: Any
     ) -> tuple[Floats, float]:
-        """Send a message with a gradient and receive its mean; in pieces, if it is too long for a frame."""
+        """Send a message with a gradient, in pieces if it is too long for a frame, and receive the mean."""
         mine: Floats = message.gradients  # type: ignore[attr-defined]
         operation = f"averaging {part.name} of step {part.step}"
         try:
@@ -133,7 +132,7 @@ class WorkerClient:
     def _average_pieces(self, part: Part, mine: Floats, samples: Samples) -> tuple[Floats, float]:
         mean, loss = np.empty(part.length, np.float32), 0.0
         for start in range(0, part.length, self.piece_floats):
-            operation = f"averaging {part.name} of step {part.step} from {start:,} on"
+            operation = f"averaging {part.name} of step {part.step} from float {start:,} on"
             piece = mine[start : start + self.piece_floats]
             place = (part.tag, part.index, part.blocks, part.sizes, start, part.length)
             self._send(encode(GradientPiece(part.step, self.worker_id, *place, piece, *samples)), operation)
@@ -145,7 +144,8 @@ class WorkerClient:
         averaged = self._receive(answer, operation, **fields)
         mean: Floats = averaged.gradients  # type: ignore[attr-defined]
         if len(mean) != len(mine):
-            raise ProtocolError(f"the server sent {len(mean):,} floats where {len(mine):,} were sent in {operation}")
+            lengths = f"a mean of {len(mean):,} floats for a gradient of {len(mine):,}"
+            raise ProtocolError(f"the server sent {lengths} while {operation}")
         return mean, getattr(averaged, "global_loss", 0.0)
 
     def _send(self, frame: list[Buffer], operation: str) -> None:
@@ -153,12 +153,18 @@ class WorkerClient:
             rest, self._unsent = self._unsent, b""
             self._link.send([rest, *frame], operation)
 
-    def _beat(self) -> None:
-        beat = messages.Heartbeat(self._node_id, int(time.time() * 1000))
-        self._send_if_free(b"" if self._unsent else b"".join(encode(beat)))
+    def _send_heartbeats(self, interval: float) -> None:
+        while not self._left.wait(interval):
+            beat = messages.Heartbeat(self._node_id, int(time.time() * 1000))
+            self._send_if_free(b"" if self._unsent else b"".join(encode(beat)))
+
+    def _stop_heartbeats(self) -> None:
+        self._left.set()
+        if self._heartbeats.is_alive():
+            self._heartbeats.join()
 
     def _send_if_free(self, frame: bytes) -> None:
-        """Send a short message, unless another one is on its way; never waits."""
+        """Send a short message, unless another one is being sent; never waits."""
         if self._sending.acquire(blocking=False):
             try:
                 data = self._unsent + frame
@@ -168,7 +174,7 @@ class WorkerClient:
                 self._sending.release()
 
     def _receive(self, expected: type[M], operation: str, **fields: Any) -> M:
-        """The next message, which must have this type and these fields; heartbeats and losses are noted."""
+        """Receive a message of this type with these fields, after any heartbeats and losses."""
         while True:
             message = self._link.receive(operation)
             if isinstance(message, Abilities):
@@ -190,9 +196,9 @@ class WorkerClient:
 
 
 def too_long(floats: int) -> UserError:
-    """The error for a gradient that a server of another implementation would refuse."""
+    """The error for a gradient that a server of another implementation refuses."""
     return UserError(
         f"A gradient of {floats:,} floats is too long for the gradient server",
-        f"It speaks version 2 only, in which a message has at most {MAX_FRAME:,} bytes",
-        "Use `andon gradient-server`, which takes it in pieces, or a smaller model",
+        f"It supports only version 2, in which a message has at most {MAX_FRAME_BYTES:,} bytes",
+        "Use `andon gradient-server`, which receives it in pieces, or a smaller model",
     )

@@ -1,14 +1,14 @@
-"""A group whose gradients are averaged by a gradient server of protocol 2, Andon's or another's.
+"""A group whose gradients are averaged by a gradient server of protocol 2, Andon's or another implementation.
 
-Every rank is a worker of the server, and joins in the order of ranks, so that its worker id is its rank. The server
-sees the dialogue of pretraining: each step the blocks from the last to the first, then LM head, final norm and
-embedding; a unit that is none of these three is a block, and a component that a model lacks is empty. What comes back
-is the mean, times the number of workers the sum. The bits are those of every other transport with one worker, and with
-two if the number of slots is a power of two, so that each has one half of their tree. Before a model has said what its
-units are, a sum is a whole vector.
+Every rank is a worker of the server. Ranks join in order, so that the worker id is the rank. The server sees the
+dialogue of pretraining: in each step the blocks from the last to the first, then LM head, final norm and embedding. A
+unit that is none of these three is a block, and a component that the model lacks is empty. The server returns the mean;
+multiplied by the number of workers it is the sum. The bits are those of every other transport with one worker, and with
+two if the number of slots is a power of two, so that each has one half of their tree. Until a model has declared its
+units with `exchange_order`, a sum is a whole vector.
 
-Protocol 2 has no message for anything else. Losses, norms, fingerprints, weights and heartbeats travel between the
-ranks themselves, as in a ring (`andon.transport.tcp.ring`), whose failure detector also tells who is lost.
+Protocol 2 has no message for anything else. Losses, norms, fingerprints, weights and heartbeats are exchanged between
+the ranks themselves, as in a ring (`andon.transport.tcp.ring`), whose failure detector also finds a lost rank.
 """
 
 import math
@@ -30,14 +30,14 @@ from andon.protocol2.wire.messages import JoinRequest, ShardAssignment
 from andon.transport.address import address_text
 from andon.transport.base import GroupError, ProtocolError, Rendezvous, Settings, Units, peer_name
 from andon.transport.keys import SERVER
-from andon.transport.rows import check_bounds, first_row, one_node_each, round_as, rows_of
-from andon.transport.tcp.encoding import add, on_host
-from andon.transport.tcp.frames import MAX_FRAME, Broken, Floats
+from andon.transport.rows import check_bounds, one_node_each, round_as
+from andon.transport.tcp.encoding import add, contribution
+from andon.transport.tcp.frames import MAX_FRAME_BYTES, Broken, Floats
 from andon.transport.tcp.ring import RingGroup
 
 COMPONENT_UNITS: Final = ("lm_head", "model.norm", "model.embed_tokens")
 """The units that are components 0, 1 and 2."""
-LONGEST_HEAD: Final = 100
+MAX_OTHER_BYTES: Final = 100
 """Bytes of a message besides its floats and sizes."""
 
 
@@ -49,13 +49,14 @@ class Protocol2Group(RingGroup):
     def __init__(self, *ring: Any) -> None:
         super().__init__(*ring)
         self._client: WorkerClient | None = None
-        self._place = ""
+        self._server = ""
+        """The address of the server, as errors name it."""
         self._step = 0
         self._parts: list[tuple[Part, bool]] = []
-        """The parts of a step, if a model has said what it exchanges, and whether a unit belongs to each."""
+        """The parts of a step, once a model has declared its units, and whether each part is a unit."""
         self._next = 0
         self._units, self._reduced = 1, 0
-        """How many units a step has, and how many of them are reduced."""
+        """The number of units in a step, and how many of them have been reduced."""
         self._halted: ServerHalted | None = None
         self._done = False
         """Whether this rank leaves because its work is done."""
@@ -68,16 +69,16 @@ class Protocol2Group(RingGroup):
 
     @classmethod
     def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
-        """Connect to the other ranks, and join the server in turn."""
+        """Connect to the other ranks, and join the server, one rank after the other."""
         if settings.server is None:
-            cause = "Its workers join a gradient server that is there already"
+            cause = "Its workers join a gradient server that already runs"
             raise UserError("Transport 'protocol2' needs the address of its server", cause, "Give --group.server")
         group = super().open(rendezvous, settings)
         try:
             for turn in range(group.world_size):
                 error = group._join(settings.server) if turn == group.rank else []
-                if said := rendezvous.exchange(f"protocol2 {turn}", "\n".join(error))[turn]:
-                    raise UserError(*said.split("\n", 2))
+                if lines := rendezvous.exchange(f"protocol2 {turn}", "\n".join(error))[turn]:
+                    raise UserError(*lines.split("\n", 2))
         except BaseException:
             group.leave()
             raise
@@ -95,22 +96,16 @@ class Protocol2Group(RingGroup):
             length = sum(units[found[name]][1]) if name in found else 0
             parts.append((Part(COMPONENT, 0, component, length=length), name in found))
         for part, _ in parts:
-            if 4 * (part.length + len(part.sizes)) + LONGEST_HEAD > MAX_FRAME and not self.client.piece_floats:
+            size = 4 * (part.length + len(part.sizes)) + MAX_OTHER_BYTES
+            if size > MAX_FRAME_BYTES and not self.client.piece_floats:
                 raise too_long(part.length)
         self._parts, self._next = parts, 0
         self._units, self._reduced = len(units), 0
         return blocks + [found[name] for name in COMPONENT_UNITS if name in found]
 
-    def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
-        self._sum("all-reduce", nodes, order)
-
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
         with self._explaining():
             super().all_gather(flat, bounds)
-
-    def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
-        check_bounds(bounds, nodes.shape[-1], self.world_size)
-        self._sum("reduce-scatter", nodes, order)
 
     def close(self) -> None:
         self._done = True
@@ -124,35 +119,32 @@ class Protocol2Group(RingGroup):
         super().leave()
 
     def _join(self, server: tuple[str, int]) -> list[str]:
-        """Join the server; the lines of an error that all ranks are told."""
-        place = self._place = address_text(*server)
+        """Join the server; returns the lines of an error that all ranks raise, if there is one."""
+        address = self._server = address_text(*server)
         request = JoinRequest(f"{socket.gethostname()} rank {self.rank}", 0, "cpu")
         try:
             client = self._client = WorkerClient(server, request, mover=self._mover)
         except GroupError as error:
             remedy = f"Start one there with `andon gradient-server --workers {self.world_size}`, and then this run"
-            return [f"The gradient server at {place} cannot be joined", str(error), remedy]
+            return [f"The gradient server at {address} cannot be joined", str(error), remedy]
         if client.total_workers != self.world_size:
-            cause = "The mean would be taken over workers that are not of this run"
-            what = f"The gradient server at {place} serves {client.total_workers} workers, not {self.world_size}"
+            cause = "The mean would include workers that do not belong to this run"
+            what = f"The gradient server at {address} serves {client.total_workers} workers, not {self.world_size}"
             return [what, cause, f"Start it with --workers {self.world_size}, or give the run as many --workers"]
         if client.worker_id != self.rank:
-            what = f"Rank {self.rank} is worker {client.worker_id} of the gradient server at {place}"
-            return [what, "A worker that is not of this run has joined it, too", "Start the server again"]
+            what = f"Rank {self.rank} is worker {client.worker_id} of the gradient server at {address}"
+            return [what, "A worker that does not belong to this run has also joined it", "Start the server again"]
         return []
 
     def _mover(self, sock: socket.socket) -> Move:
-        """What moves the client's streams: the failure detector, which knows for whom the others wait."""
+        """Let the failure detector move the client's streams: it knows which rank the others wait for."""
         self._detector.watch(sock)
         patience = self._detector.timeout / 2
         return lambda streams, operation: self._detector.run(streams, operation, patience)
 
-    def _sum(self, operation: str, nodes: torch.Tensor, order: Order | None) -> None:
-        if nodes.dtype != torch.float32:
-            raise ValueError(f"only float32 can be summed, not {nodes.dtype}")
-        order = order or one_node_each(self.world_size)
-        with on_host(nodes) as host:
-            total, rows = first_row(host), rows_of(host, order, self.rank)
+    def _reduce(self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:
+        check_bounds(bounds, nodes.shape[-1], self.world_size)
+        with contribution(nodes, order or one_node_each(self.world_size), self.rank) as (total, rows):
             if not rows:
                 total.zero_()
             for row in rows:
@@ -168,17 +160,17 @@ class Protocol2Group(RingGroup):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """A context in which an error of the server says what to do about it."""
+        """Add cause and remedy to an error of the server."""
         try:
             yield
         except GroupError as error:
             if isinstance(error, ServerHalted) or str(error).startswith(peer_name(SERVER)):
                 cause, error.remedy = _explanation(error)
-                error.cause = f"The gradient server at {self._place} {cause}"
+                error.cause = f"The gradient server at {self._server} {cause}"
             raise
 
     def _average(self, mine: Floats, operation: str) -> Floats:
-        """The mean of the next part. A server that halts has found what this run finds, too: until the end of the step
+        """The mean of the next part. When the server halts, the run will find the same fault: until the end of the step
         the mean is NaN, so that the run halts with the findings of all ranks."""
         if self._halted and self._reduced == 0:
             raise self._halted
@@ -208,7 +200,7 @@ class Protocol2Group(RingGroup):
         return mean
 
     def _skip_empty(self) -> None:
-        """Exchange components that the model does not have."""
+        """Exchange empty gradients for components that the model lacks."""
         while self._next < len(self._parts) and not self._parts[self._next][1]:
             self._exchange(np.empty(0, np.float32))
         if self._next == len(self._parts):
@@ -218,19 +210,16 @@ class Protocol2Group(RingGroup):
     def _exchange(self, mine: Floats) -> Floats:
         part, _ = self._parts[self._next]
         assert part.length == len(mine), (part, len(mine))
-        part = replace(part, step=self._step)
         self._next += 1
-        if part.tag == BLOCK:
-            return self.client.average_block(part, mine)
-        return self.client.average_component(part, mine)
+        return self.client.average_part(replace(part, step=self._step), mine)
 
 
 def _explanation(error: GroupError) -> tuple[str, str]:
-    """What the server has done, and what to do about it."""
+    """The cause of a server's error, as a predicate, and the remedy."""
     if isinstance(error, ServerHalted):
         return "found a gradient that is not finite", "Look at halt.json in the server's folder"
     if ShardAssignment.__name__ in str(error):
-        return "shares out samples, as for fine-tuning", "Start it without --samples, then this command: it resumes"
+        return "assigns samples, as for fine-tuning", "Start it without --samples, then this command: it resumes"
     if isinstance(error, ProtocolError):
-        return "does not answer as protocol 2 has it", "Use `andon gradient-server`, or mend the other implementation"
+        return "does not follow protocol 2", "Use `andon gradient-server`, or fix the other implementation"
     return "has ended or cannot be reached", "Start `andon gradient-server` again, then this command: it resumes"

@@ -1,9 +1,9 @@
 """The mean over workers, with the bits of the original server (C-WIRE-002).
 
-It starts from 0.0, adds worker by worker in the order of their ids and divides by their number, all in f32; so the mean
-of −0.0 and −0.0 is 0.0. This is not the order of `andon.engine.gradients.order`, which a group with workers of another
-implementation could not know. The loss is Σ loss·total / Σ total, also in f32, and 0.0 without samples. Unlike the
-original, a sum that overflows is found before it is sent (F-DP-003).
+The sum starts from 0.0, adds worker by worker in the order of their ids and is divided by their number, all in f32; so
+the mean of −0.0 and −0.0 is 0.0. This is not the order of `andon.engine.gradients.order`, which workers of another
+implementation do not know. The loss is Σ loss·total / Σ total, also in f32, and 0.0 without samples. Unlike the
+original server, this one detects a sum that overflows before it is sent (F-DP-003).
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ import numpy as np
 from andon.transport.base import GroupError
 from andon.transport.tcp.frames import Floats
 
-CHUNK: Final = 1 << 16
-"""Floats that are added at once: they stay in the cache of a core."""
+CHUNK_FLOATS: Final = 1 << 16
+"""Added at once: they stay in the cache of a core."""
 
 
 @dataclass(frozen=True)
 class Flaw:
-    """What is not finite in a vector: how many elements, the first of them, and whether they are NaN or Inf."""
+    """The non-finite elements of a vector: their number, the first of them, and whether they are NaN or Inf."""
 
     count: int
     first: int
@@ -38,10 +38,10 @@ class NonFiniteGradient(GroupError):
 
 
 def find_flaw(values: Floats) -> Flaw | None:
-    """What is not finite in a vector."""
+    """The non-finite elements of a vector, if there are any."""
     count, first, kinds = 0, 0, set[str]()
-    for lo in range(0, len(values), CHUNK):
-        chunk = values[lo : lo + CHUNK]
+    for lo in range(0, len(values), CHUNK_FLOATS):
+        chunk = values[lo : lo + CHUNK_FLOATS]
         bad = ~np.isfinite(chunk)
         if bad.any():
             first = first if count else lo + int(bad.argmax())
@@ -51,15 +51,15 @@ def find_flaw(values: Floats) -> Flaw | None:
 
 
 def mean_of(vectors: Mapping[int, Floats], step: int, where: str) -> Floats:
-    """The mean of the workers' vectors, by id; each is finite, and raises `NonFiniteGradient` if their sum is not."""
+    """The mean of the workers' vectors, by id. Each is finite; raises `NonFiniteGradient` if their sum is not."""
     rows = [vectors[worker] for worker in sorted(vectors)]
     mean = np.empty(len(rows[0]), np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        for lo in range(0, len(mean), CHUNK):
-            into = mean[lo : lo + CHUNK]
-            np.add(rows[0][lo : lo + CHUNK], np.float32(0), out=into)
+        for lo in range(0, len(mean), CHUNK_FLOATS):
+            into = mean[lo : lo + CHUNK_FLOATS]
+            np.add(rows[0][lo : lo + CHUNK_FLOATS], np.float32(0), out=into)
             for row in rows[1:]:
-                np.add(into, row[lo : lo + CHUNK], out=into)
+                np.add(into, row[lo : lo + CHUNK_FLOATS], out=into)
             if not np.isfinite(into).all():
                 raise _overflow(vectors, step, where)
             np.divide(into, np.float32(len(rows)), out=into)
@@ -67,7 +67,8 @@ def mean_of(vectors: Mapping[int, Floats], step: int, where: str) -> Floats:
 
 
 def global_loss(records: Mapping[int, tuple[float, int]], step: int) -> float:
-    """The loss over all samples from each worker's finite loss and its samples, by id; raises `NonFiniteGradient`."""
+    """The loss over all samples, from each worker's finite loss and number of samples, by id. Raises
+    `NonFiniteGradient` if it is not finite."""
     total, samples = np.float32(0), 0
     with np.errstate(over="ignore"):
         for worker in sorted(records):
@@ -80,7 +81,7 @@ def global_loss(records: Mapping[int, tuple[float, int]], step: int) -> float:
 
 
 def _overflow(vectors: Mapping[int, Floats], step: int, where: str) -> NonFiniteGradient:
-    """The error of a sum that is not finite: at which worker it stopped being so."""
+    """The error for a sum that is not finite: names the worker whose gradient made it so."""
     total = np.zeros(len(next(iter(vectors.values()))), np.float32)
     for worker in sorted(vectors):
         total += vectors[worker]

@@ -1,12 +1,13 @@
-"""A connected worker, as the gradient server sees it: what it is sending, and what it is being sent.
+"""A connected worker, as the gradient server sees it: the gradients that it sends, and the messages that it receives.
 
-Everything is read as it arrives, so that the end of a connection is seen at once, even behind a large gradient. A
-worker may send one gradient while another one of it waits; then it is not read from until that one was taken.
+Bytes are read as they arrive, so that the end of a connection is noticed at once, even behind a large gradient. A
+worker may send a second gradient while the first one waits; then it is not read from until the first was taken.
 
-A peer of another implementation never sends a heartbeat and may compute for minutes: the kernel's keepalive and user
-timeout find a host that is gone. A worker of ours (`andon.protocol2.wire.extension`) sends heartbeats, so its silence
-counts. A frame that has begun must go on in either case, and so must one that it is sent: what a worker that computes
-leaves unread waits in the kernel, so only what does not fit there counts, and the mean before it gives it its time.
+A worker of another implementation never sends a heartbeat and may compute for minutes: the kernel's keepalive and user
+timeout detect a host that is gone. An Andon worker (`andon.protocol2.wire.extension`) sends heartbeats, so its silence
+counts. In either case a frame that has begun must make progress, in both directions. A worker that computes leaves
+messages unread; those wait in the kernel, so only bytes that do not fit there have a deadline, and a short message does
+not shorten that of the mean before it.
 """
 
 import socket
@@ -26,19 +27,19 @@ from andon.protocol2.wire.messages import Heartbeat, JoinRequest
 from andon.transport.tcp.frames import Floats, Message, encode
 from andon.transport.tcp.stream import MessageReader, StreamFailed
 
-SLOWEST: Final = 10_000
-"""Bytes per second that a frame needs at least, on average."""
-MOST_MOVES: Final = 16
-"""Reads in a row from one worker: the others have their turn, too."""
-LONGEST_NAME: Final = 200
-HOST_IS_GONE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
+MIN_BYTES_PER_SECOND: Final = 10_000
+"""The average rate that a frame needs."""
+MAX_READS: Final = 16
+"""Reads in a row from one worker, before the others are served."""
+MAX_NAME_LENGTH: Final = 200
+KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
 
 
-def notice_dead_host(sock: socket.socket) -> None:
-    """Have the kernel end a connection whose host is gone, within a minute; the time that a process takes is nothing to
-    it, unless data for that process waits as long."""
+def detect_dead_host(sock: socket.socket) -> None:
+    """Have the kernel end a connection whose host is gone, within a minute. A slow process does not count as gone,
+    unless data for it waits that long."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in HOST_IS_GONE.items():
+    for name, value in KEEPALIVE.items():
         if hasattr(socket, name):  # Linux has all of them
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -52,11 +53,11 @@ class Gradient:
         self.tail: tuple[Any, ...] = ()
         self.complete = False
         self.accepted = False
-        """Whether it may come now."""
+        """Whether the dialogue allows it now."""
 
 
 class Worker:
-    """A worker that has joined. `on_gradient` is called when the head of a gradient is there, and when all of it is."""
+    """A worker that has joined. `on_gradient` is called when the head of a gradient has arrived, and at its end."""
 
     def __init__(
         self,
@@ -67,28 +68,28 @@ class Worker:
         on_gradient: Callable[["Worker", Gradient], None],
     ) -> None:
         self.worker_id, self.sock, self.dead_after = worker_id, sock, dead_after
-        self.node_id, self.gpu_count = harmless(join.node_id[:LONGEST_NAME]), join.gpu_count
-        self.ours = join.backend.endswith(MARK)
-        self.may_leave = not self.ours
-        """Whether the end of its connection can be no loss: a worker of ours says first that it leaves."""
-        self.backend = harmless(join.backend.removesuffix(MARK)[:LONGEST_NAME])
+        self.node_id, self.gpu_count = harmless(join.node_id[:MAX_NAME_LENGTH]), join.gpu_count
+        self.is_andon = join.backend.endswith(MARK)
+        self.may_leave = not self.is_andon
+        """Whether it may close its connection without being lost: an Andon worker sends `Leaving` first."""
+        self.backend = harmless(join.backend.removesuffix(MARK)[:MAX_NAME_LENGTH])
         self.address: str = sock.getpeername()[0]
         self.gradients: deque[Gradient] = deque()
         self.received = self.sent = 0
-        self.heard = time.monotonic()
+        self.last_seen = time.monotonic()
         self._frame_length, self._frame_until = 0, 0.0
         self._outbox: deque[memoryview] = deque()
         self._outbox_until = 0.0
         self._on_gradient = on_gradient
         self._reader = MessageReader(sock, worker_id, self._read())
-        notice_dead_host(sock)
+        detect_dead_host(sock)
 
     def __str__(self) -> str:
         return f"worker {self.worker_id} ({self.node_id} at {self.address})"
 
     @property
     def may_read(self) -> bool:
-        """Whether there is room for what it sends."""
+        """Whether there is memory for what it sends."""
         return len(self.gradients) < 2
 
     @property
@@ -98,21 +99,21 @@ class Worker:
 
     def read(self) -> None:
         """Receive what has arrived; raises `StreamFailed`."""
-        for _ in range(MOST_MOVES):
+        for _ in range(MAX_READS):
             if not self.may_read or not self._reader.move():
                 break
-            self.heard = time.monotonic()
+            self.last_seen = time.monotonic()
         self._reader.prepare_to_wait()
 
     def send(self, message: Message) -> None:
-        """Send a message, as far as it goes now; `write` sends the rest."""
+        """Send as much of a message as possible now; `write` sends the rest."""
         parts = [memoryview(part) for part in encode(message) if len(part)]
         self._outbox += parts
-        self._outbox_until = max(self._outbox_until, self._until(sum(part.nbytes for part in parts)))
+        self._outbox_until = max(self._outbox_until, self._deadline(sum(part.nbytes for part in parts)))
         self.write()
 
     def write(self) -> None:
-        """Send what waits, as far as it goes; raises `StreamFailed`."""
+        """Send as much as possible of the waiting messages; raises `StreamFailed`."""
         try:
             while self._outbox:
                 count = self.sock.send(self._outbox[0])
@@ -123,13 +124,13 @@ class Worker:
         except BlockingIOError:
             pass
         except OSError as error:
-            while self.may_read and self._reader.move():  # it may have said before that it leaves
+            while self.may_read and self._reader.move():  # `Leaving` may have arrived before
                 pass
             raise StreamFailed(self._reader, "lost", error.strerror or str(error)) from error
 
     def beat(self) -> None:
-        """Send a heartbeat, unless something else is on its way."""
-        if self.ours and not self._outbox:
+        """Send a heartbeat, unless another message is being sent."""
+        if self.is_andon and not self._outbox:
             self.send(Heartbeat("server", int(time.time() * 1000)))
 
     def check_silence(self, now: float) -> None:
@@ -138,28 +139,28 @@ class Worker:
             raise StreamFailed(self._reader, "stalled", "it reads too slowly")
         if self._frame_length and self.may_read and now > self._frame_until:
             raise StreamFailed(self._reader, "stalled", "it sends a message too slowly")
-        if self.ours and self.may_read and now - self.heard > self.dead_after:
+        if self.is_andon and self.may_read and now - self.last_seen > self.dead_after:
             raise StreamFailed(self._reader, "stalled", "it sends no heartbeat")
 
-    def forgive(self, seconds: float) -> None:
-        """This process was asleep for so long: what was sent meanwhile is still to be read."""
-        self.heard += seconds
+    def extend_deadlines(self, seconds: float) -> None:
+        """Give the worker the time that this process was asleep: what it sent meanwhile has not been read yet."""
+        self.last_seen += seconds
         self._frame_until += seconds
         self._outbox_until += seconds
 
     def take(self) -> Gradient:
-        """The gradient that has arrived, which makes room for the next."""
+        """Take the gradient that has arrived, so that the next one can be read."""
         if not self.may_read:
-            self._give_time()
+            self._restart_deadline()
         return self.gradients.popleft()
 
     def finish(self) -> None:
-        """Send nothing any more: it sees the end of the connection after what it was sent."""
+        """Send no more: the worker reads the end of the connection after the last message."""
         with suppress(OSError):  # it may be gone already
             self.sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Disconnect it."""
+        """Close the connection."""
         self.finish()
         self.sock.close()
 
@@ -183,12 +184,12 @@ class Worker:
 
     def _frame_begins(self, length: int) -> None:
         self._frame_length = length
-        self._give_time()
+        self._restart_deadline()
 
-    def _give_time(self) -> None:
-        self.heard = time.monotonic()
-        self._frame_until = self._until(self._frame_length)
+    def _restart_deadline(self) -> None:
+        self.last_seen = time.monotonic()
+        self._frame_until = self._deadline(self._frame_length)
 
-    def _until(self, length: int) -> float:
-        """When a frame of so many bytes that begins now must be through."""
-        return time.monotonic() + self.dead_after + length / SLOWEST
+    def _deadline(self, length: int) -> float:
+        """When a frame of `length` bytes that begins now must have been sent."""
+        return time.monotonic() + self.dead_after + length / MIN_BYTES_PER_SECOND

@@ -1,1 +1,1 @@
-"""Groups: who exchanges, and the transports that carry it."""
+"""Groups of ranks, and the transports over which they exchange."""

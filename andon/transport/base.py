@@ -1,9 +1,10 @@
-"""A group: the ranks that exchange, and what they can do together.
+"""A group: the ranks that exchange, and their collectives.
 
 Two collectives carry everything. `reduce_scatter` sums the ranks' contributions in the order of
 `andon.engine.gradients.order`; afterwards rank r holds the sum of elements [bounds[r], bounds[r + 1]). `all_gather`
-gives every rank each rank's part. An all-reduce is one after the other; a broadcast is a gather in which one rank owns
-everything. Both work in place on flat tensors, so that an arena is exchanged without a copy.
+gives every rank each rank's part. An all-reduce is a reduce-scatter and then an all-gather; a broadcast is an
+all-gather in which one rank owns everything. Both work in place on flat tensors, so that an arena is exchanged without
+a copy.
 
 A contribution has one *row* per node (see `andon.engine.gradients.order`): a tensor of shape (rows, n), or (n,) for one
 row. Sums end in the first row. Everything blocks, has a deadline, and fails with an exception that names the peer, the
@@ -36,11 +37,11 @@ if TYPE_CHECKING:  # the launcher, the coordinator and the configuration read th
     from andon.transport.tcp.entrance.tls import Tls
 
 Units = Sequence[tuple[str, tuple[int, ...]]]
-"""The name of each unit, and the elements of its parameters, padding included."""
+"""The name of each unit, and the number of elements of each of its parameters, padding included."""
 INLINE_BYTES: Final = 252
 SMALL_MESSAGE: Final = struct.Struct(f"<I{INLINE_BYTES}s")
 """A small message: its length and its first bytes."""
-LONGEST_MESSAGE: Final = 1 << 26
+MAX_MESSAGE_BYTES: Final = 1 << 26
 SCRATCH_BYTES: Final = 8 << 20
 
 
@@ -49,13 +50,13 @@ class GroupError(Exception):
 
     cause: str = "A worker died or cannot be reached"
     remedy: str = ""
-    """What to try, if it is not to start again."""
+    """What to try; empty if the remedy is to start again."""
 
 
 COORDINATOR: Final = -2
 SOMEONE: Final = -3
-NAMES: Final = {SERVER: "the gradient server", COORDINATOR: "the coordinator", SOMEONE: "another rank"}
-"""Peers that have no rank, as errors name them."""
+PEER_NAMES: Final = {SERVER: "the gradient server", COORDINATOR: "the coordinator", SOMEONE: "another rank"}
+"""How errors name peers that have no rank."""
 
 
 class PeerLost(GroupError):
@@ -67,7 +68,7 @@ class PeerLost(GroupError):
 
 
 class GroupTimeout(GroupError):
-    """A peer is there but has made no progress for the configured time."""
+    """A peer has made no progress for the configured time."""
 
     def __init__(self, rank: int, operation: str, seconds: float, detail: str = "") -> None:
         super().__init__(f"{peer_name(rank)} made no progress in {operation} for {seconds:.1f} s" + _tail(detail))
@@ -79,8 +80,8 @@ class ProtocolError(GroupError):
 
 
 def peer_name(rank: int) -> str:
-    """A peer, as errors name it."""
-    return NAMES.get(rank, f"rank {rank}")
+    """How errors name a peer."""
+    return PEER_NAMES.get(rank, f"rank {rank}")
 
 
 class Rendezvous(Protocol):
@@ -92,15 +93,15 @@ class Rendezvous(Protocol):
     def world_size(self) -> int: ...
 
     def exchange(self, topic: str, mine: str) -> list[str]:
-        """Publish my value for a topic and get everybody's, by rank; waits for all, with a deadline."""
+        """Publish this rank's value for a topic, wait for all ranks, with a deadline, and return the values by rank."""
         ...
 
 
 class Abortable(Protocol):
-    """A group, or what opens one."""
+    """A group, or one that is being opened."""
 
     def abort(self, rank: int, detail: str) -> None:
-        """A rank is known to be lost: whoever waits for it stops waiting."""
+        """Stop waiting, because a rank is known to be lost."""
         ...
 
 
@@ -117,13 +118,14 @@ class Settings:
     server: tuple[str, int] | None = None
     """Address of the server, for a transport that needs one."""
     keys: LinkKeys | None = None
-    """With which this rank and its peers prove to each other who they are; ranks that have none agree on some."""
+    """Keys that authenticate the links to peers; ranks without keys agree on some at the rendezvous."""
     tls: Tls | None = None
     """Certificates, if connections are to be encrypted."""
     store: Store | None = None
-    """Where ranks of torch.distributed find each other; without one rank 0 opens its own."""
+    """A store for torch.distributed; without one, rank 0 opens it."""
     watch: Callable[[Abortable], None] = lambda group: None
-    """Told of the group before its first collective, and of what opens it, so that these can be aborted."""
+    """Called with the group before its first collective, and before that with the object that opens it, so that either
+    can be aborted."""
 
 
 class Group(ABC):
@@ -135,30 +137,30 @@ class Group(ABC):
     """Which membership of the run this is."""
     transport: str = "local"
     wire: Wire = "f32"
-    """How gradients are rounded: with bf16 every node of the order of addition is (`engine.gradients.order`)."""
+    """How gradients are rounded: bf16 rounds every node of the order of addition. A plain all-gather is exact."""
     mixed: bool = False
-    """Whether its machines compute other bits: then each weight is updated by one rank and sent to the others."""
+    """Whether its machines compute different bits; then one rank updates each weight and sends it to the others."""
     stop_wanted: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether this rank was asked to stop; all ranks learn it with the next step."""
+    """Whether this rank was asked to stop; the next step reports it to all ranks."""
     change_wanted: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether this rank knows that somebody waits to join, or is to leave; all ranks learn it with the next step."""
+    """Whether this rank knows that a worker waits to join or is to leave; the next step reports it to all ranks."""
     shrink_wanted: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether this rank knows that somebody is to leave."""
+    """Whether this rank knows that a worker is to leave."""
     exchanging: bool = False
-    """Whether a model exchanges over it: its collectives come from one thread, so there can be only one."""
+    """Whether a model exchanges over this group; only one can, because all collectives come from one thread."""
     bytes_sent: int = 0
-    """Payload that this rank has sent; in shared memory, what it moved between its own and others'."""
+    """Payload bytes that this rank has sent; in shared memory, those moved between its memory and other ranks'."""
 
     @abstractmethod
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
-        """Sum everyone's rows in the one order; my part of the sum ends in my part of the first row."""
+        """Sum all ranks' rows in the one order; this rank's part of the sum ends in that part of its first row."""
 
     @abstractmethod
     def all_gather(self, flat: torch.Tensor, bounds: Sequence[int]) -> None:
-        """Fill in everyone's part of `flat` from the rank that owns it."""
+        """Fill in each part of `flat` from the rank that owns it."""
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everybody's small message, by rank. A short one takes one all-gather, a longer one two."""
+        """Gather a small message from every rank. Up to `INLINE_BYTES` take one all-gather, more take two."""
         import torch
 
         size = SMALL_MESSAGE.size
@@ -167,7 +169,7 @@ class Group(ABC):
         self.all_gather(cells.view(-1), range(0, size * (self.world_size + 1), size))
         starts = [SMALL_MESSAGE.unpack(cell.numpy()) for cell in cells]
         rests = [max(0, length - INLINE_BYTES) for length, _ in starts]
-        if max(rests) > LONGEST_MESSAGE:
+        if max(rests) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"rank {rests.index(max(rests))} sends a message of {max(rests):,} bytes")
         bounds = [0, *accumulate(rests)]
         rest = torch.empty(bounds[-1], dtype=torch.uint8)
@@ -183,16 +185,16 @@ class Group(ABC):
 
     @abstractmethod
     def abort(self, rank: int, detail: str) -> None:
-        """A rank is known to be lost: every collective that runs or begins raises `PeerLost`. Any thread may call it,
-        more than once."""
+        """Make every collective that runs or begins raise `PeerLost`, because a rank is known to be lost. Any thread
+        may call it, more than once."""
 
     @cached_property
     def before_close(self) -> list[Callable[[], None]]:
-        """What has to be done with the group before it is left, such as the end of a save; the last one first."""
+        """Callbacks that `close` runs before it leaves, such as the end of a save; the last one first."""
         return []
 
     def close(self) -> None:
-        """Finish what was begun, together with all ranks, and leave the group; safe to call twice."""
+        """Run `before_close` together with all ranks and leave the group; safe to call twice."""
         try:
             while self.before_close:
                 self.before_close.pop()()
@@ -200,7 +202,7 @@ class Group(ABC):
             self.leave()
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
-        """Sum everyone's rows in the one order, in place, on every rank (in the first row)."""
+        """Sum all ranks' rows in the one order, into the first row of every rank."""
         bounds = shares(nodes.shape[-1], self.world_size)
         self.reduce_scatter(nodes, bounds, order)
         self.all_gather(first_row(nodes), bounds)
@@ -210,11 +212,11 @@ class Group(ABC):
         self.all_gather(flat, [0] * (src + 1) + [flat.numel()] * (self.world_size - src))
 
     def exchange_order(self, units: Units) -> Sequence[int]:
-        """A model will reduce these units in every step: in which order. Every rank calls it."""
+        """The order in which a model must reduce these units in every step. Every rank calls it."""
         return range(len(units))
 
     def allocate(self, rows: int, size: int) -> torch.Tensor:
-        """A zeroed buffer of (rows, size) floats where this transport exchanges best; every rank calls it."""
+        """Allocate a zeroed buffer of (rows, size) floats in memory that suits this transport; every rank calls it."""
         import torch
 
         return torch.zeros(rows, size)
@@ -224,26 +226,18 @@ class Group(ABC):
         return [json.loads(each) for each in self.all_gather_bytes(json.dumps(value).encode())]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.all_gather_bytes(b"")
 
     def __enter__(self) -> Group:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error the others may be gone, or somewhere else: there is nothing to finish.
+        # After an error the other ranks may be gone or in another operation, so nothing can be finished together.
         if kind is None:
             self.close()
         else:
             self.leave()
-
-
-class Opens(Protocol):
-    """The class of a transport's group."""
-
-    def open(self, rendezvous: Rendezvous, settings: Settings) -> Group:
-        """Open the group together with everyone at the rendezvous."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -254,16 +248,16 @@ class Traffic:
     rows: float
     """Rows that a rank contributes, on average."""
     gradient: int
-    """Bytes of one row, as it travels."""
+    """Bytes of one row on the wire."""
     whole_sum: bool
-    """Whether every rank needs the whole sum, and not only its own part."""
+    """Whether every rank needs the whole sum, and not only its part."""
     weights: int
     """Bytes of the updated weights that are gathered: all of them with ZeRO, none without."""
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What everyone else needs to know about a transport."""
+    """What other parts of Andon need to know about a transport."""
 
     name: str
     group: str
@@ -271,17 +265,17 @@ class Transport:
     bytes_sent: Callable[[Traffic], float]
     """Bytes that a rank sends in a step, on average over the ranks."""
     buffers: Callable[[int], int] = lambda unit: SCRATCH_BYTES
-    """Bytes that a rank holds besides the gradients, if the largest unit has so many."""
+    """Bytes that a rank holds besides the gradients, given the bytes of the largest unit."""
     connects: bool = True
     """Whether it connects several workers."""
     needs_server: bool = False
     """Whether the run starts a server process for its ranks."""
     joins_server: bool = False
-    """Whether the ranks join a gradient server that is there already: `group.server`."""
+    """Whether the ranks join a gradient server that already runs: `group.server`."""
     uses_worker_cores: bool = False
-    """Whether a collective computes on the workers' own cores, so that a gather in the background does not pay."""
+    """Whether a collective computes on the workers' cores, so that a gather in the background does not pay."""
     reduce_preserves_inputs: bool = False
-    """Whether a reduce-scatter changes nothing but a rank's own part of its first row."""
+    """Whether a reduce-scatter changes only a rank's part of its first row."""
     rounds_on_wire: bool = True
     """Whether a bf16 wire halves the bytes of a gradient."""
     one_order: bool = True
@@ -289,22 +283,22 @@ class Transport:
     goes_on: bool = False
     """Whether survivors can leave a collective in which a rank is lost, and open another group in the same process."""
     zero_pays: bool = True
-    """Whether `zero.policy: auto` shares out the optimizer state: does the gather cost less than the update saves?"""
+    """Whether `zero.policy: auto` shards the optimizer state: the gather costs less than the update saves."""
 
     @property
     def fixed(self) -> str:
-        """Why the loss of a worker ends a run, if it does."""
+        """Why the loss of a worker ends a run; empty if it does not."""
         return "" if self.goes_on else f"The members of a group over {self.name} cannot change"
 
     def open(self, rendezvous: Rendezvous, settings: Settings) -> Group:
-        """Open a group with everyone at the rendezvous."""
+        """Open a group with all ranks at the rendezvous."""
         module, _, name = self.group.partition(":")
-        group: Opens = getattr(import_module(f"andon.{module}"), name)
-        return group.open(rendezvous, settings)
+        group: Group = getattr(import_module(f"andon.{module}"), name).open(rendezvous, settings)
+        return group
 
 
 def _by_parts(traffic: Traffic) -> float:
-    """Every rank keeps its own of N parts and sends the others: of its rows, of the sum, of the weights."""
+    """Every rank sends all but one of N parts: of its rows, of the sum, of the weights."""
     total = (traffic.rows + traffic.whole_sum) * traffic.gradient + traffic.weights
     return total * (traffic.workers - 1) / traffic.workers
 
@@ -315,12 +309,12 @@ def _to_server(traffic: Traffic) -> float:
 
 
 def _round_a_ring(traffic: Traffic) -> float:
-    """Every rank adds up its rows and sends one of them."""
+    """Every rank adds up its rows and sends their sum."""
     return _by_parts(replace(traffic, rows=1))
 
 
 def _to_protocol2_server(traffic: Traffic) -> float:
-    """Every rank sends one row, and the weights that it has updated round a ring."""
+    """Every rank sends one row to the server, and the weights that it has updated round a ring."""
     return traffic.gradient + traffic.weights * (traffic.workers - 1) / traffic.workers
 
 
@@ -363,7 +357,7 @@ TRANSPORTS: Final[dict[str, Transport]] = {
 
 
 def open_group(transport: str, rendezvous: Rendezvous, settings: Settings | None = None) -> Group:
-    """Open a group over a transport with everyone at the rendezvous."""
+    """Open a group over a transport with all ranks at the rendezvous."""
     found = TRANSPORTS.get(transport)
     if found is None:
         cause = "group.transport names how workers exchange"
@@ -371,14 +365,14 @@ def open_group(transport: str, rendezvous: Rendezvous, settings: Settings | None
     if not found.connects and rendezvous.world_size > 1:
         raise UserError(
             f"transport {transport!r} cannot connect {rendezvous.world_size} workers",
-            "it is the group of one worker",
+            "it is the transport for one worker",
             f"choose group.transport {', '.join(each.name for each in TRANSPORTS.values() if each.connects)}",
         )
     return found.open(rendezvous, settings or Settings())
 
 
 def fastest_here(workers: int) -> str:
-    """The transport that `auto` takes for workers that all run on this machine."""
+    """The transport that `auto` chooses when all workers run on this machine."""
     if workers == 1:
         return "local"
     return "shm" if sys.platform == "linux" else "torch"

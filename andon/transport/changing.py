@@ -1,6 +1,6 @@
-"""The group of a script that goes on when its members change: it stays, and the group that it stands for is replaced.
+"""The group of a script whose members may change: it delegates to the group of the current generation.
 
-A script has one `group` from `andon.init` to `close`. Its rank and its world size are those of the current generation.
+A script has one `group` from `andon.init` to `close`. Its rank and world size are those of the current generation.
 A worker that *joins* a run is alone until it enters the run's next generation, in `model.steps`.
 """
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     import torch
 
 GoOn = Callable[[Any, Exception | None], None]
-"""(optimizer, why): leave the group, enter the next generation with the optimizer, and bring it to everyone's step."""
+"""(optimizer, why): leave the group, enter the next generation, and bring the optimizer to the step of its ranks."""
 
 
 class ChangingGroup(Group):
-    """Passes everything on to the group of the current generation."""
+    """Delegates every operation to the group of the current generation."""
 
     def __init__(self, now: Group, go_on: GoOn, report: Callable[[Sequence[Any]], None], joins: bool) -> None:
         self.go_on, self.report, self.joins = go_on, report, joins
         self.become(now)
 
     def become(self, now: Group) -> None:
-        """Stand for the group of another generation."""
+        """Delegate to the group of another generation."""
         self.now = now
         self.rank, self.world_size, self.generation = now.rank, now.world_size, now.generation
         self.transport, self.wire, self.mixed = now.transport, now.wire, now.mixed

@@ -1,4 +1,4 @@
-"""Keys: each link between two ranks has one of its own, so that no rank can pass for another."""
+"""Link keys: each pair of ranks has a separate key, so that no rank can impersonate another."""
 
 import hmac
 import json
@@ -24,7 +24,7 @@ class LinkKeys:
         return cls(generation, {peer: _pair_key(secret, generation, rank, peer) for peer in peers})
 
     def sealed(self, token: str) -> Self:
-        """The keys mixed with the run's token: who read the keys on their way here does not know these."""
+        """The keys mixed with the run's token, so that reading the keys in transit is not enough to know these."""
         return replace(self, keys={peer: hmac.digest(token.encode(), key, "sha256") for peer, key in self.keys.items()})
 
     def of(self, peer: int) -> bytes:

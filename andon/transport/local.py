@@ -1,4 +1,4 @@
-"""A group of one worker. With bf16 on the wire it rounds where a wire would, so that the answer is the same."""
+"""A group of one worker. With a bf16 wire it rounds where several workers would, so that the result is the same."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -38,7 +38,7 @@ class LocalGroup(Group):
         return [data]
 
     def abort(self, rank: int, detail: str) -> None:
-        """There is nobody to wait for."""
+        """There is no other rank to wait for."""
 
     def leave(self) -> None:
         pass

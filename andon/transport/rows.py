@@ -1,4 +1,4 @@
-"""Contributions to a sum as rows of a tensor: bounds of the ranks' parts, and how a bf16 wire rounds.
+"""Contributions to a sum as rows of a tensor: bounds of the ranks' parts, and rounding for a bf16 wire.
 
 A contribution has one row per node (see `andon.engine.gradients.order`); sums end in the first row.
 """
@@ -18,19 +18,19 @@ Wire = Literal["f32", "bf16"]
 
 
 def are_bounds(bounds: Sequence[int], total: int, parts: int) -> bool:
-    """Whether bounds cut `total` elements into so many parts."""
+    """Whether bounds cut `total` elements into that number of parts."""
     whole = len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == total
     return whole and all(lo <= hi for lo, hi in pairwise(bounds))
 
 
 def check_bounds(bounds: Sequence[int], total: int, parts: int) -> None:
-    """Refuse bounds that do not cut `total` elements into so many parts."""
+    """Refuse bounds that do not cut `total` elements into that number of parts."""
     if not are_bounds(bounds, total, parts):
         raise ValueError(f"{list(bounds)} does not cut {total} elements into {parts} parts")
 
 
 def first_row(nodes: torch.Tensor) -> torch.Tensor:
-    """Where the sum of a contribution ends."""
+    """The row that receives the sum."""
     return nodes if nodes.dim() == 1 else nodes[0]
 
 
@@ -43,14 +43,14 @@ def rows_of(nodes: torch.Tensor, order: Order, rank: int) -> list[torch.Tensor]:
 
 
 def round_as(wire: Wire, values: torch.Tensor) -> None:
-    """Round gradients in place to what the wire can carry."""
+    """Round gradients in place to the precision of the wire."""
     if wire == "bf16":
         values.copy_(values.bfloat16())
 
 
 def sum_rounded(rows: Sequence[torch.Tensor], order: Order) -> torch.Tensor:
-    """The sum with a bf16 wire: every term and every partial sum is rounded, so that it does not matter which of them
-    travel. torch adds bf16 in f32 and rounds the result."""
+    """The sum with a bf16 wire: every term and every partial sum is rounded to bf16, so the result does not depend on
+    which of them are sent. torch adds bf16 in f32 and rounds the result."""
     import torch
 
     leaves = [row.to(torch.bfloat16, copy=True) for row in rows]

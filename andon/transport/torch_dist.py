@@ -1,12 +1,9 @@
-"""The adapter over torch.distributed: Gloo, NCCL, whatever the cluster has.
+"""The adapter over torch.distributed: Gloo, NCCL, or any other backend of the cluster.
 
 The one order of addition needs every contribution in one place, so a reduce-scatter is an all-to-all of *parts* (each
 rank sends part j of each of its rows to rank j), after which every rank adds its own part in the order of
-`andon.engine.gradients.order`; with the all-gather that follows, the bytes are those of a ring. All transfers are point
-to point, because then a failure names a peer: each transfer has exactly one.
-
-With bf16 on the wire, contributions and all partial sums are rounded to bf16; a plain all-gather moves what it is
-given, exactly.
+`andon.engine.gradients.order`. With the all-gather that follows, a rank sends as many bytes as in a ring. All transfers
+are point to point: each has exactly one peer, which an error can name.
 """
 
 import contextlib
@@ -33,15 +30,15 @@ from andon.transport.keys import LinkKeys
 from andon.transport.rows import first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import listen
 
-Transfer = tuple[int, torch.Tensor]
-Answer = tuple[int, Exception | None]  # a peer, and how its transfers failed
+Transfer = tuple[int, torch.Tensor]  # a peer, and what is sent or received
+Outcome = tuple[int, Exception | None]  # a peer, and how its transfers failed
 SMALL_BYTES: Final = 64 << 10  # up to here every rank adds up everything, which saves the all-gather
-GRACE: Final = 0.3  # seconds that other transfers get to finish after one has failed
-SOON: Final = 0.002  # seconds that are spent on waiting before a thread is started for it
+GRACE_SECONDS: Final = 0.3  # that other transfers get to finish after one has failed
+POLL_SECONDS: Final = 0.002  # spent polling before a thread is started to wait
 
 
 class TorchGroup(Group):
-    """The ranks of an initialised process group (the default one unless given)."""
+    """The ranks of an initialised process group (the default one unless given); `owned`: `leave` destroys it."""
 
     transport = "torch"
 
@@ -51,41 +48,24 @@ class TorchGroup(Group):
         self.process_group, self.timeout, self.wire = process_group, settings.timeout, settings.wire
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         nccl = dist.get_backend(process_group) == "nccl"
-        # With its number: on another thread, "cuda" is the first GPU.
+        # With its index: on another thread, "cuda" is the first GPU.
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self._peers = dist.get_process_group_ranks(process_group)
         self._owned = owned
-        self._kept: Store | None = None
+        self._store: Store | None = None
         self._lost: tuple[int, str] | None = None
-        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
 
     @classmethod
     def open(cls, rendezvous: Rendezvous, settings: Settings, backend: str = "") -> Self:
-        """A group over the default process group, which is made first (and destroyed at the end) unless the process has
-        one already, as under torchrun."""
-        if dist.is_initialized():
-            return cls(None, settings)._proved(settings.keys)
-        if settings.tls:
-            cause = "torch's Gloo is built without TLS"
-            raise UserError("Transport 'torch' cannot encrypt", cause, "Use --group.transport ring or star")
-        wait = timedelta(seconds=settings.timeout)
-        store = settings.store or _own_store(rendezvous, settings.host, wait)
-        started = time.monotonic()
-        try:
-            rank, size = rendezvous.rank, rendezvous.world_size
-            backend = backend or gloo_at(settings.host)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
-        except RuntimeError as error:
-            raise _failure(error, SOMEONE, "connecting through torch.distributed", started) from error
-        group = cls(None, settings, owned=True)
-        group._kept = store  # a store that is written in Python ends with its last reference
-        return group._proved(settings.keys)
-
-    def _proved(self, keys: LinkKeys | None) -> Self:
-        """This group, once every rank has proved to every other that it knows the token, if there is one."""
-        if keys:
-            prove_to_all(self, keys)
-        return self
+        """Open a group over the default process group, and initialise that first unless the process has one already, as
+        under torchrun."""
+        store = None if dist.is_initialized() else _init_process_group(rendezvous, settings, backend)
+        group = cls(None, settings, owned=store is not None)
+        group._store = store  # a store that is written in Python ends with its last reference
+        if settings.keys:
+            authenticate_all(group, settings.keys)
+        return group
 
     def reduce_scatter(self, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None = None) -> None:
         self._reduce(nodes, list(pairwise(bounds)), order)
@@ -103,7 +83,7 @@ class TorchGroup(Group):
             self._gather(first_row(nodes), bounds, self._wire_dtype(nodes))
 
     def _reduce(self, nodes: torch.Tensor, parts: Sequence[tuple[int, int]], order: Order | None) -> None:
-        """Send every rank its part of each of this rank's rows, and add up everyone's rows of this rank's part."""
+        """Send every rank its part of this rank's rows, and add up all ranks' rows of this rank's part."""
         order = order or one_node_each(self.world_size)
         rows = rows_of(nodes, order, self.rank)
         dtype = self._wire_dtype(nodes)
@@ -122,7 +102,7 @@ class TorchGroup(Group):
 
     def abort(self, rank: int, detail: str) -> None:
         self._lost = rank, detail
-        self._answers.put((rank, None))
+        self._outcomes.put((rank, None))
 
     def leave(self) -> None:
         if self._owned:
@@ -141,7 +121,7 @@ class TorchGroup(Group):
                     part.copy_(buffer)
 
     def _exchange(self, sends: list[Transfer], receives: list[Transfer], operation: str) -> None:
-        """Do all transfers at once; those to this rank itself and empty ones are skipped."""
+        """Do all transfers at the same time, except empty ones and those to this rank itself."""
         self.bytes_sent += sum(tensor.nbytes for peer, tensor in sends if peer != self.rank)
         ops = [
             (peer, dist.P2POp(way, tensor, self._peers[peer], self.process_group))
@@ -155,7 +135,7 @@ class TorchGroup(Group):
             self._exchange_by_peer(ops, operation)
 
     def _exchange_joined(self, ops: list[dist.P2POp], operation: str) -> None:
-        """NCCL merges the transfers into one and does not say which of them failed."""
+        """NCCL merges the transfers into one and does not report which of them failed."""
         started = time.monotonic()
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
@@ -165,18 +145,18 @@ class TorchGroup(Group):
             self._wait_for(work, SOMEONE, operation, started)
 
     def _exchange_by_peer(self, ops: list[tuple[int, dist.P2POp]], operation: str) -> None:
-        """Wait for all peers at the same time: while one is lost, another that knows of it sends no more.
+        """Wait for all peers at the same time: when one is lost, another that knows of it may have stopped sending.
 
         After a failure the other transfers get a moment to finish, so that their peers find out by themselves which
         rank was lost."""
         started = time.monotonic()
-        answers = self._answers = SimpleQueue()
+        outcomes = self._outcomes = SimpleQueue()
         begun: dict[int, list[dist.Work | None]] = {}
         for peer, op in ops:
             try:
                 begun.setdefault(peer, []).append(op.op(op.tensor, op.peer, self.process_group))
             except RuntimeError as error:
-                answers.put((peer, _failure(error, peer, operation, started)))
+                outcomes.put((peer, _failure(error, peer, operation, started)))
 
         def wait(peer: int, works: list[dist.Work | None]) -> None:
             failure = None
@@ -185,44 +165,44 @@ class TorchGroup(Group):
                     self._wait_for(work, peer, operation, started)
             except Exception as error:
                 failure = error
-            answers.put((peer, failure))
+            outcomes.put((peer, failure))
 
         if self._lost:
-            answers.put((self._lost[0], None))
+            outcomes.put((self._lost[0], None))
         for peer, works in begun.items():
-            if len(begun) == 1 and _soon_done(works):
+            if len(begun) == 1 and _complete_soon(works):
                 wait(peer, works)
             else:
                 threading.Thread(target=wait, args=(peer, works), daemon=True).start()
-        self._collect(answers, set(begun), operation, started)
+        self._collect(outcomes, set(begun), operation, started)
 
-    def _collect(self, answers: SimpleQueue[Answer], silent: set[int], operation: str, started: float) -> None:
+    def _collect(self, outcomes: SimpleQueue[Outcome], silent: set[int], operation: str, started: float) -> None:
         """Wait for every peer; raise the first failure, or a timeout that names a silent peer.
 
-        A peer that has left because of a lost one fails as well, and perhaps first: among several, the word of the
-        coordinator (`abort`) gets a moment to arrive."""
+        A peer that has left because another was lost fails as well, and perhaps first. So with more than two ranks,
+        `abort` gets a moment to name the lost one."""
         failure: Exception | None = None
         until = started + self.timeout
         while silent or (failure and self.world_size > 2):
             try:
-                peer, error = answers.get(timeout=max(0.0, until - time.monotonic()))
+                peer, error = outcomes.get(timeout=max(0.0, until - time.monotonic()))
             except Empty:
                 break
             if self._lost:
                 raise PeerLost(self._lost[0], operation, time.monotonic() - started, self._lost[1])
             silent.discard(peer)
             if error and not failure:
-                failure, until = error, time.monotonic() + GRACE
+                failure, until = error, time.monotonic() + GRACE_SECONDS
         seconds = time.monotonic() - started
         # A peer that closes its connection at the deadline timed out waiting for the one still silent.
         if silent and seconds >= self.timeout:
-            raise GroupTimeout(min(self._without_those_who_wait(silent)), operation, seconds)
+            raise GroupTimeout(min(self._exclude_waiting(silent)), operation, seconds)
         if failure:
             raise failure
 
-    def _without_those_who_wait(self, silent: set[int]) -> set[int]:
-        """The silent peers without those who time out, too, as the store tells: they wait for the one that is lost."""
-        until = time.monotonic() + GRACE
+    def _exclude_waiting(self, silent: set[int]) -> set[int]:
+        """The silent peers, except those whose timeout is in the store: they wait for the lost rank themselves."""
+        until = time.monotonic() + GRACE_SECONDS
         waiting: set[int] = set()
         with contextlib.suppress(RuntimeError):  # the store may be lost as well
             store = dist.distributed_c10d._get_default_store()
@@ -234,8 +214,8 @@ class TorchGroup(Group):
 
     def _wait_for(self, work: dist.Work | None, peer: int, operation: str, started: float) -> None:
         assert work is not None, f"rank {self.rank} is not part of the process group"
-        # A timeout within Gloo closes the connections to everyone, so ours comes first.
-        left = max(0.001, started + self.timeout + GRACE - time.monotonic())
+        # A timeout within Gloo closes the connections to all ranks, so this one must be shorter.
+        left = max(0.001, started + self.timeout + GRACE_SECONDS - time.monotonic())
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
@@ -246,14 +226,14 @@ class TorchGroup(Group):
 
 
 class StoreRendezvous:
-    """A rendezvous in a torch store (torchrun's, or one of ours)."""
+    """A rendezvous in a torch store (torchrun's or Andon's)."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self.store, self.rank, self.world_size, self.timeout = store, rank, world_size, timeout
         self._turn = 0
 
     def exchange(self, topic: str, mine: str) -> list[str]:
-        """Publish my value for a topic and get everybody's, by rank; all ranks ask in the same order."""
+        """Publish this rank's value for a topic and return all ranks' values; all ranks call in the same order."""
         started = time.monotonic()
         self._turn += 1
         keys = [f"andon/{self._turn}/{topic}/{rank}" for rank in range(self.world_size)]
@@ -272,8 +252,8 @@ class StoreRendezvous:
 
 
 def gloo_at(host: str) -> str:
-    """A backend of torch.distributed: Gloo whose connections use one address of this machine, and not the one that the
-    machine's name happens to stand for."""
+    """Register a backend of torch.distributed and return its name: Gloo that uses one address of this machine, and not
+    the one to which the host name resolves."""
 
     def create(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -287,14 +267,14 @@ def gloo_at(host: str) -> str:
     return name
 
 
-def prove_to_all(group: Group, keys: LinkKeys) -> None:
-    """torch.distributed asks nobody who they are, so every rank proves it to every other through the group."""
+def authenticate_all(group: Group, keys: LinkKeys) -> None:
+    """Every rank proves to every other, through the group, that it knows their key: torch.distributed does not ask."""
     rank, size = group.rank, group.world_size
     nonces = group.all_gather_bytes(secrets.token_bytes(32))
 
     def proof(prover: int, other: int, key: bytes) -> bytes:
-        said = b"andon torch %d %d %d " % (keys.generation, prover, other) + nonces[prover] + nonces[other]
-        return hmac.digest(key, said, "sha256")
+        text = b"andon torch %d %d %d " % (keys.generation, prover, other) + nonces[prover] + nonces[other]
+        return hmac.digest(key, text, "sha256")
 
     mine = b"".join(bytes(32) if peer == rank else proof(rank, peer, keys.of(peer)) for peer in range(size))
     for peer, proofs in enumerate(group.all_gather_bytes(mine)):
@@ -305,8 +285,24 @@ def prove_to_all(group: Group, keys: LinkKeys) -> None:
             raise ProtocolError(f"rank {peer} does not know the run's token")
 
 
-def _own_store(rendezvous: Rendezvous, host: str, wait: timedelta) -> Store:
-    """A store of rank 0's, at the run's address only: torch by itself listens at every address."""
+def _init_process_group(rendezvous: Rendezvous, settings: Settings, backend: str) -> Store:
+    """Initialise the default process group; returns its store."""
+    if settings.tls:
+        cause = "torch's Gloo is built without TLS"
+        raise UserError("Transport 'torch' cannot encrypt", cause, "Use --group.transport ring or star")
+    wait = timedelta(seconds=settings.timeout)
+    store = settings.store or _open_store(rendezvous, settings.host, wait)
+    rank, size, started = rendezvous.rank, rendezvous.world_size, time.monotonic()
+    try:
+        backend = backend or gloo_at(settings.host)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+    except RuntimeError as error:
+        raise _failure(error, SOMEONE, "connecting through torch.distributed", started) from error
+    return store
+
+
+def _open_store(rendezvous: Rendezvous, host: str, wait: timedelta) -> Store:
+    """Open a store on rank 0, at the run's address only: torch by default listens at every address."""
     listener = listen((host, 0), backlog=rendezvous.world_size + 8) if rendezvous.rank == 0 else None
     port = listener.getsockname()[1] if listener else 0
     address = rendezvous.exchange("torch store", f"{host} {port}")[0].split()
@@ -325,9 +321,9 @@ def _own_store(rendezvous: Rendezvous, host: str, wait: timedelta) -> Store:
         raise _failure(error, 0, "connecting to torch's store", started) from error
 
 
-def _soon_done(works: Sequence[dist.Work | None]) -> bool:
-    """Whether transfers end within a moment: then no thread has to wait for them."""
-    until = time.monotonic() + SOON
+def _complete_soon(works: Sequence[dist.Work | None]) -> bool:
+    """Whether transfers complete within POLL_SECONDS, so that no thread has to wait for them."""
+    until = time.monotonic() + POLL_SECONDS
     while not all(work is None or work.is_completed() for work in works):
         if time.monotonic() > until:
             return False

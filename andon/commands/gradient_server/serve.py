@@ -104,7 +104,7 @@ class Session:
 
     def __init__(self, service: Service, emit: Emit) -> None:
         self.service, self.emit = service, emit
-        self.server = GradientServer(service.bind, service.allow, on_lost=self.lost, say=self.note)
+        self.server = GradientServer(service.bind, service.allow, on_lost=self.lost, report=self.note)
         self.dialogue = Dialogue(0 if service.samples else None)
         self.steps, self.step = 0, 0
         """The number of steps done, and the number of the current or next step."""

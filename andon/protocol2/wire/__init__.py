@@ -1,1 +1,1 @@
-"""What is said in protocol 2: messages, and which of them comes next."""
+"""The wire format of protocol 2: its messages, and which of them comes next."""

@@ -1,9 +1,10 @@
 """The dialogues of wire version 2: which gradient comes next (pure).
 
-A *part* is what the workers send before they wait for its mean. In the dialogue of fine-tuning a step has one part, the
-whole vector. In that of pretraining it has the blocks from the last to the first and then the components: 0 LM head, 1
-final norm, 2 embedding. There is no version field, so a session follows the first part that its workers send. A part
-above 100 MB travels in pieces between Andon's own peers (`andon.protocol2.wire.extension`), and each has its own mean.
+A *part* is a gradient that every worker sends before it waits for the mean. In the dialogue of fine-tuning a step has
+one part, the whole vector. In that of pretraining it has the blocks from the last to the first and then the components:
+0 LM head, 1 final norm, 2 embedding. There is no version field, so the first part that the workers send decides which
+dialogue it is. Between Andon's own peers, a part above 100 MB is sent in pieces, and each piece is averaged separately
+(`andon.protocol2.wire.extension`).
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ COMPONENTS: Final = ("LM head", "final norm", "embedding")
 
 @dataclass(frozen=True)
 class Part:
-    """A gradient that is exchanged as one: which it is, and its shape. `tag` is that of its message."""
+    """Which part of a gradient it is, and its shape. `tag` is that of its message."""
 
     tag: int
     step: int
@@ -32,30 +33,21 @@ class Part:
     blocks: int = 0
     sizes: tuple[int, ...] = ()
     start: int = 0
-    """Where its floats lie in the vector, for a piece."""
+    """For a piece: where its floats begin in the vector."""
     count: int = 0
     length: int = 0
-    """Floats of the vector; a part that is no piece has all of them."""
+    """Floats of the vector; `count` is smaller only for a piece."""
 
     @property
     def name(self) -> str:
-        """The part, as errors name it."""
+        """How errors name the part."""
         if self.tag == WHOLE:
             return "whole vector"
         return f"block {self.index}" if self.tag == BLOCK else f"component {self.index}"
 
-    @property
-    def is_piece(self) -> bool:
-        return self.count < self.length
-
-    @property
-    def place(self) -> tuple[int, int, int, int]:
-        """Which part it is, whatever its shape."""
-        return self.tag, self.step, self.index, self.start
-
 
 def part_of(head: Head, worker_id: int) -> Part:
-    """The part that a message brings; `ProtocolError` if it is not a gradient, or contradicts itself."""
+    """The part in a message; `ProtocolError` if it is not a gradient, or contradicts itself."""
     values, count = head.values, head.count
     if head.message is messages.GradientPayload:
         part = Part(WHOLE, values[0], count=count, length=count)
@@ -84,7 +76,7 @@ def part_of(head: Head, worker_id: int) -> Part:
 
 def answer(part: Part, mean: Floats, loss: float) -> Message:
     """The message with the mean of a part."""
-    if part.is_piece:
+    if part.count < part.length:
         return AveragedPiece(part.step, part.tag, part.index, part.start, mean, loss)
     if part.tag == WHOLE:
         return messages.AveragedGradient(part.step, mean, loss)
@@ -94,7 +86,8 @@ def answer(part: Part, mean: Floats, loss: float) -> Message:
 
 
 class Dialogue:
-    """Follows a session: which part may come now. `step`: assignments begin with it, so whole vectors follow."""
+    """Follows a session: which part may come now. With `step`, the first step of shard assignments, whole vectors
+    are expected."""
 
     def __init__(self, step: int | None = None) -> None:
         self._next = None if step is None else Part(WHOLE, step)
@@ -104,20 +97,20 @@ class Dialogue:
 
     @property
     def tag(self) -> int | None:
-        """The message of the part that comes next, once that is known."""
+        """The message tag of the next part, once it is known."""
         return self._next.tag if self._next else None
 
     @property
     def name(self) -> str:
-        """The part that comes next, as errors name it."""
+        """How errors name the next part."""
         return f"{self._next.name} of step {self._next.step}" if self._next else "the first gradient"
 
     def check(self, part: Part) -> None:
-        """Refuse a part that does not come now."""
+        """Refuse a part that may not come now."""
         if self._next is None:
             first_block = part.tag == BLOCK and part.index == part.blocks - 1
             if part.start or not (part.tag == WHOLE or first_block or (part.tag == COMPONENT and part.index == 0)):
-                raise ProtocolError(f"{part.name}, with which no step begins")
+                raise ProtocolError(f"{part.name} cannot begin a step")
             return
         if part.tag != self._next.tag or part.index != self._next.index:
             raise ProtocolError(f"{part.name} where {self._next.name} was expected")
@@ -129,7 +122,7 @@ class Dialogue:
             raise ProtocolError(f"a block of {part.blocks} where the step has {self._blocks}")
 
     def advance(self, part: Part) -> None:
-        """The mean of a part is on its way: go on to the next one."""
+        """Expect the next part, because the mean of this one is being sent."""
         self._next, self.between_steps = self._after(part)
 
     def _after(self, part: Part) -> tuple[Part, bool]:

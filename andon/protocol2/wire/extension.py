@@ -1,9 +1,9 @@
-"""What Andon's own server and workers say to each other besides wire version 2, in tags from 0x40 on.
+"""The messages that only Andon's server and workers exchange, besides wire version 2, in tags from 0x40 on.
 
-A worker of ours ends the `backend` of its `JoinRequest` with `MARK`, which another server takes for part of a name. An
-Andon server answers it with `Abilities` and then `JoinAccepted`. Only a worker that was told those abilities sends
-heartbeats, pieces and its leave, and only a worker with the mark is sent heartbeats, losses and halts: nobody else ever
-receives a message that version 2 does not have.
+An Andon worker ends the `backend` of its `JoinRequest` with `MARK`, which another server takes for part of a name. An
+Andon server answers it with `Abilities` and then `JoinAccepted`. Only a worker that has received `Abilities` sends
+heartbeats, pieces and `Leaving`, and only a worker with the mark is sent heartbeats, losses and halts. So no other peer
+ever receives a message that version 2 does not have.
 """
 
 from typing import Final
@@ -20,14 +20,15 @@ PIECE_FLOATS: Final = 1 << 22
 
 @message(EXTENDED, 0x40, "u64")
 class Abilities(Message):
-    """Server: "I am Andon's. Send heartbeats, and what is too long for a frame in pieces of so many floats." """
+    """Server: "I am Andon's. Send heartbeats, and a gradient that is too long for a frame in pieces of `piece_floats`
+    floats." """
 
     piece_floats: int
 
 
 @message(EXTENDED, 0x41, "u32", "str")
 class WorkerLost(Message):
-    """Server: "This worker is gone; the next mean is that of the others." """
+    """Server: "This worker is lost; the next mean is over the others." """
 
     worker_id: int
     reason: str
@@ -35,7 +36,7 @@ class WorkerLost(Message):
 
 @message(EXTENDED, 0x42, "u64", "str")
 class Halted(Message):
-    """Server: "The line stopped at this step, and this is why. There will be no mean." """
+    """Server: "I halted at this step, for this cause. There will be no mean." """
 
     step: int
     cause: str
@@ -43,8 +44,8 @@ class Halted(Message):
 
 @message(EXTENDED, 0x43, *("u64", "u32", "u8", "u32", "u32", "u32[]", "u64", "u64", "f32[]", "f32", "u64", "u64"))
 class GradientPiece(Message):
-    """Worker: "Here are floats `start` and after of my gradient of `length` floats, which would be a message with this
-    tag, about this block or component." """
+    """Worker: "Here are the floats from `start` on of my gradient of `length` floats. As a whole it would be a message
+    with this tag, about this block or component." """
 
     step: int
     worker_id: int
@@ -74,4 +75,4 @@ class AveragedPiece(Message):
 
 @message(EXTENDED, 0x45)
 class Leaving(Message):
-    """Worker: "I am done, and close the connection." One that closes it without this was lost."""
+    """Worker: "I am done, and close the connection." A worker that closes it without this message was lost."""

@@ -1,7 +1,7 @@
-"""A gradient message in two parts: its *head*, everything before the floats, and what follows.
+"""A gradient message in two parts: its *head*, all fields before the floats, and what follows.
 
-The head says how many floats follow, so that they are received into their own memory, and whether the message may come
-now, before they are received at all.
+The head has the number of floats, so that they are received directly into their array. It also decides whether the
+message may come now, before any float is received.
 """
 
 from collections.abc import Callable, Generator
@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from andon.protocol2.wire.extension import EXTENDED
 from andon.transport.base import ProtocolError
-from andon.transport.tcp.frames import LENGTH, MAX_FRAME, NUMBERS, Buffer, Message, PayloadReader, Short, payload_length
+from andon.transport.tcp.frames import LENGTH, NUMBERS, Buffer, Incomplete, Message, PayloadReader, payload_length
 
-LONGEST_HEAD: Final = 1 << 20
-"""Bytes before the floats: the sizes of a quarter of a million components."""
+MAX_HEAD_BYTES: Final = 1 << 20
+"""The sizes of a quarter of a million components."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Head:
 
 
 def read_head(began: Callable[[int], None]) -> Generator[memoryview, None, Head]:
-    """For a `MessageReader`: reads the next message up to its floats and returns its head. `began` is told the length
-    of the frame as soon as it is known."""
+    """For a `MessageReader`: read the next message up to its floats and return its head. `began` is called with the
+    length of the frame as soon as it is known."""
     prefix = bytearray(LENGTH.size)
     yield memoryview(prefix)
-    length = payload_length(prefix, MAX_FRAME)
+    length = payload_length(prefix)
     began(length)
     start = bytearray()
     while isinstance(head := decode_head(bytes(start), length), int):
-        if head > LONGEST_HEAD:
+        if head > MAX_HEAD_BYTES:
             raise ProtocolError(f"a message with {head:,} bytes before its floats")
         more = bytearray(head - len(start))
         yield memoryview(more)
@@ -44,7 +44,7 @@ def read_head(began: Callable[[int], None]) -> Generator[memoryview, None, Head]
 
 
 def decode_head(start: Buffer, length: int) -> Head | int:
-    """The head of a payload of `length` bytes that begins with `start`, or how many of its bytes are needed."""
+    """Decode the head of a payload of `length` bytes that begins with `start`; or return how many bytes it takes."""
     reader = PayloadReader(memoryview(start), length, EXTENDED)
     try:
         cls = reader.message_type()
@@ -54,8 +54,8 @@ def decode_head(start: Buffer, length: int) -> Head | int:
             reader.end()
             return Head(cls, values, 0, 0)
         count = reader.number("u64")
-    except Short as short:
-        return short.needed
+    except Incomplete as incomplete:
+        return incomplete.needed
     tail = sum(NUMBERS[kind].size for kind in cls.layout[len(before) + 1 :])
     floats = length - reader.position - tail
     if 4 * count != floats:
@@ -64,7 +64,7 @@ def decode_head(start: Buffer, length: int) -> Head | int:
 
 
 def decode_tail(cls: type[Message], tail: Buffer) -> tuple[Any, ...]:
-    """The fields after the floats of a gradient message."""
+    """Decode the fields after the floats of a gradient message."""
     reader = PayloadReader(memoryview(tail), len(tail), EXTENDED)
     values = tuple(reader.field(kind) for kind in cls.layout[cls.layout.index("f32[]") + 1 :])
     reader.end()

@@ -12,7 +12,7 @@ VERSION_2: Final[Protocol] = {}
 
 @message(VERSION_2, 0x01, "str", "u32", "str")
 class JoinRequest(Message):
-    """Worker: "I am `node_id`, with so many GPUs. May I join?" """
+    """Worker: "I am `node_id`, with `gpu_count` GPUs. May I join?" """
 
     node_id: str
     gpu_count: int
@@ -50,7 +50,7 @@ class GradientPayload(Message):
 
 @message(VERSION_2, 0x05, "u64", "f32[]", "f32")
 class AveragedGradient(Message):
-    """Server: "This is the mean of everyone's gradient, and the loss over all samples." """
+    """Server: "This is the mean gradient over all workers, and the loss over all samples." """
 
     step: int
     gradients: Floats
@@ -72,7 +72,7 @@ class Shutdown(Message):
 
 @message(VERSION_2, 0x08, "u64", "u32", "u32", "u32", "u32[]", "f32[]")
 class BlockGradientPayload(Message):
-    """Worker: "Here is my gradient of one block, its components laid end to end in these sizes." """
+    """Worker: "Here is my gradient of one block: its components, of these sizes, one after the other." """
 
     step: int
     worker_id: int
@@ -84,7 +84,7 @@ class BlockGradientPayload(Message):
 
 @message(VERSION_2, 0x09, "u64", "u32", "u32[]", "f32[]")
 class AveragedBlockGradient(Message):
-    """Server: "This is the mean gradient of that block, in the same sizes." """
+    """Server: "This is the mean gradient of that block, with the same sizes." """
 
     step: int
     block_idx: int

@@ -3,7 +3,7 @@
 Every rank has a *line*: 64 bytes of shared memory that only it writes, with a counter of the barriers at which it has
 arrived. A rank is *late* while its counter still shows the previous barrier. A rank that waits for a late one first
 polls its counter, yielding the core in between (the late rank may need this very core), for somewhat longer than going
-to sleep and waking up would take; with less, two ranks get into a rhythm in which each sleeps while the other wakes.
+to sleep and waking up would take; with less, two ranks fall into a rhythm in which each sleeps while the other wakes.
 Then it sleeps in the kernel on the counter of the late rank (a futex). A rank that arrives wakes the others only if one
 of them sleeps. Sleepers check several times a second whether a late peer has died (its pidfd becomes readable, also for
 a zombie), has left, or has timed out.
@@ -23,9 +23,9 @@ from andon.transport.base import GroupError, GroupTimeout, PeerLost
 
 LINE_BYTES: Final = 64
 SPINS: Final = 50  # about 3 microseconds
-YIELDS: Final = 400  # about 200 microseconds when no one else wants the core
+YIELDS: Final = 400  # about 200 microseconds if no other thread wants the core
 CHECK_SECONDS: Final = 0.1
-SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)  # 0: not known
+SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)  # 0: unknown
 STRONGLY_ORDERED: Final = platform.machine() == "x86_64"
 _WAIT, _WAKE = 0, 1
 
@@ -46,12 +46,12 @@ def wake_all(address: int) -> None:
 
 
 def lines_size(world_size: int) -> int:
-    """Bytes that the lines of all ranks take, with one flag each for `asleep` and `left`."""
+    """Bytes of the lines of all ranks, and of one flag per rank each for `asleep` and `left`."""
     return world_size * LINE_BYTES + LINE_BYTES * -(-2 * world_size // LINE_BYTES)
 
 
 class Barrier:
-    """The barrier of one rank; `address` is where `memory` starts, the lines lie at its beginning."""
+    """The barrier of one rank; `address` is that of `memory`, which begins with the lines."""
 
     def __init__(self, memory: mmap.mmap, address: int, rank: int, processes: Sequence[int], timeout: float) -> None:
         self.rank, self.timeout, self.turn = rank, timeout, 0
@@ -72,7 +72,7 @@ class Barrier:
             self._poll.register(descriptor, select.POLLIN)
 
     def check(self) -> None:
-        """Raise if a wait has failed before, or this rank has left."""
+        """Raise if a wait has failed before, a rank is known to be lost, or this rank has left."""
         if self.failure is not None:
             raise self.failure
         if self._known_lost:
@@ -83,7 +83,7 @@ class Barrier:
         self._known_lost = rank, detail
 
     def wait(self, operation: str) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has arrived."""
         counters, before = self._counters, self.turn
         if not STRONGLY_ORDERED:
             self._fence()
@@ -99,10 +99,10 @@ class Barrier:
             self._fence()
 
     def _fence(self) -> None:
-        """A memory fence: other ranks see what this one wrote and read before it, and after it, in that order.
+        """A memory fence: other ranks see this rank's reads and writes before it as earlier than those after it.
 
         Taking and releasing a lock uses atomic instructions. On x86 one of them is a full fence, needed only between
-        the arrival and the check for sleepers; on aarch64 a release followed by an acquire is.
+        the arrival and the check for sleepers; on aarch64 a release followed by an acquire is one.
         """
         self._lock.acquire()
         self._lock.release()
@@ -111,7 +111,7 @@ class Barrier:
             self._lock.release()
 
     def leave(self) -> None:
-        """Tell everyone that this rank leaves; safe to call twice."""
+        """Mark this rank as left and wake the ranks that wait for it; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -128,7 +128,7 @@ class Barrier:
         for _ in range(SPINS):
             if counters[peer] != before:
                 return
-        for _ in range(YIELDS):  # the peer may need this very core
+        for _ in range(YIELDS):
             os.sched_yield()
             if counters[peer] != before:
                 return

@@ -1,17 +1,16 @@
 """Workers of one machine exchange through shared memory.
 
-A *segment* is memory that every rank maps; `allocate` gives out tensors in it. A tensor that lies in a segment is
-*direct*: the other ranks read and write it in place. For a collective each rank publishes a *header* (the operation,
-and the *location* of its tensor), then all wait at the barrier (`andon.transport.shm.barrier`). To reduce, each rank
-takes its share of the elements, goes through it in *chunks* that stay in the cache, adds everybody's rows of a chunk in
-the one order, and writes the sum into everybody's first row; then all wait at the barrier again. Nothing is copied in
-or out. To gather, each rank copies the others' parts.
+A *segment* is memory that every rank maps; `allocate` returns tensors in it. A tensor in a segment is *direct*: the
+other ranks read and write it in place. For a collective each rank publishes a *header* (the operation, and the
+*location* of its tensor), then all wait at the barrier (`andon.transport.shm.barrier`). To reduce, each rank takes its
+share of the elements, cuts it into *chunks* that fit the cache, adds all ranks' rows of a chunk in the one order, and
+writes the sum into the first row of every rank; then all wait at the barrier again. Nothing is copied in or out. To
+gather, each rank copies the others' parts.
 
-Any other tensor is *staged*: it goes piece by piece through two staging areas in turn, so that the next piece is copied
-in while this one is worked on, with one barrier per piece.
+Any other tensor is *staged*: it is copied piece by piece through two staging areas in turn, so that the next piece is
+copied in while the current one is summed, with one barrier per piece.
 
-With bf16 on the wire, contributions and all partial sums are rounded to bf16, as on any transport; in shared memory
-that saves nothing and only gives the same bits.
+A bf16 wire saves nothing in shared memory; it rounds only to give the same bits as other transports.
 """
 
 import os
@@ -35,14 +34,14 @@ from andon.transport.shm.segment import MAILBOX_BYTES, STAGE_BYTES, Segment, Seg
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER_BYTES = range(4)
 OPERATIONS: Final = ("all-reduce", "reduce-scatter", "all-gather", "gather of bytes")
 HEADER: Final = struct.Struct("<IIqqqq24x")  # operation, agreement, location (segment, offset, stride), length
-CHUNK_BYTES: Final = 512 << 10  # over all rows: what stays in a core's cache while it is summed
+CHUNK_BYTES: Final = 512 << 10  # over all rows: they stay in a core's cache while they are summed
 CALLS_KEPT: Final = 4096
 
 Chunk = tuple[torch.Tensor, ...]
 
 
 class Location(NamedTuple):
-    """Where rows of elements lie: the segment, the offset in bytes, and the stride of rows in elements."""
+    """Where a tensor's rows are: the segment, the offset in bytes, and the stride of rows in elements."""
 
     segment: int
     offset: int
@@ -53,7 +52,7 @@ STAGED: Final = Location(-1, 0, 0)
 
 
 class Call:
-    """One collective on one tensor, prepared: this rank's header, and the work to do once all are known."""
+    """A collective on a tensor, kept for the next time: this rank's header, and the work that all headers imply."""
 
     def __init__(self, operation: int, order: Order | None, location: Location, header: bytes) -> None:
         self.name, self.order, self.location, self.header = OPERATIONS[operation], order, location, header
@@ -78,7 +77,7 @@ class ShmGroup(Group):
 
     @classmethod
     def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
-        """Open the group with everyone at the rendezvous; all must run on this machine."""
+        """Open the group with all ranks at the rendezvous; all must run on this machine."""
         if sys.platform != "linux" or not SYS_FUTEX:
             raise _unavailable("it needs Linux on x86_64 or aarch64")
         rank, size = rendezvous.rank, SegmentLayout(rendezvous.world_size).size
@@ -213,7 +212,7 @@ class ShmGroup(Group):
 
     def _call(self, operation: int, nodes: torch.Tensor, bounds: tuple[int, ...] | None, order: Order | None) -> Call:
         self._barrier.check()
-        # The key has the id of the order; the call keeps the order alive, so that its id is not reused.
+        # The key contains the id of the order; the call keeps the order alive, so that the id is not reused.
         key = (operation, nodes.data_ptr(), nodes.shape, nodes.stride(), nodes.dtype, id(order), bounds)
         call = self._calls.get(key)
         if call is None:
@@ -234,7 +233,7 @@ class ShmGroup(Group):
         return (self._barrier.turn + 1) & 1
 
     def _publish(self, call: Call) -> bool:
-        """Publish this rank's header, wait, and read everyone's; whether they differ from those of last time."""
+        """Publish this rank's header, wait, and read all headers; returns whether they differ from the last time."""
         memory, half = self._segments[0].memory, self._half()
         memory[self._layout.header(half, self.rank)] = call.header
         self._barrier.wait(call.name)
@@ -246,8 +245,8 @@ class ShmGroup(Group):
         for rank, (operation, agreement, *location, length) in enumerate(HEADER.iter_unpack(headers)):
             if (operation, agreement) != mine[:2]:
                 self._barrier.failure = ProtocolError(
-                    f"rank {rank} calls {OPERATIONS[operation]} of {length:,}, rank {self.rank} {call.name} "
-                    f"of {mine[-1]:,}: all ranks must call the same, with the same bounds and order"
+                    f"rank {rank} calls {OPERATIONS[operation]} of {length:,}, rank {self.rank} {call.name} of "
+                    f"{mine[-1]:,}: all ranks must call the same collective, with the same length, bounds and order"
                 )
                 raise self._barrier.failure
             call.locations.append(STAGED if location[0] < 0 else Location(*location))
@@ -257,7 +256,7 @@ class ShmGroup(Group):
     def _chunks(
         self, locations: list[Location], order: Order, dtype: torch.dtype, share: tuple[int, int], to: Iterable[int]
     ) -> Iterator[Chunk]:
-        """The leaves of each chunk of a share, then the first rows that the sum goes to."""
+        """For each chunk of a share: its leaves, then the first rows that receive the sum."""
         lo, hi = share
         leaves = [self._view(locations[rank], row, lo, hi, dtype) for rank, row in order.leaves]
         sums = [self._view(locations[rank], 0, lo, hi, dtype) for rank in to]
@@ -271,7 +270,7 @@ class ShmGroup(Group):
             if self.wire == "bf16" and total.dtype == torch.float32:
                 total.copy_(sum_rounded(values, order))
             else:
-                # Partial sums get memory of their own: the rows tell later whose value was not finite.
+                # Partial sums get separate memory: the rows later show whose value was not finite.
                 for into, other in adds[:-1]:
                     values[into] = values[into] + values[other]
                 if adds:
@@ -293,7 +292,7 @@ class ShmGroup(Group):
         return STAGED
 
     def _staged_locations(self, call: Call, half: int, starts: list[int], stride: int, itemsize: int) -> list[Location]:
-        """Everyone's locations of a piece that starts at the given elements."""
+        """All ranks' locations of a piece that starts at the given elements."""
         return [
             Location(0, self._layout.stage(half, rank) - start * itemsize, stride) if location is STAGED else location
             for rank, (location, start) in enumerate(zip(call.locations, starts, strict=True))
@@ -307,7 +306,7 @@ class ShmGroup(Group):
             self._view(Location(0, at, 0), 0, 0, part.numel(), row.dtype).copy_(part)
 
     def _pin(self) -> None:
-        """Let the GPU copy straight to and from the staging areas."""
+        """Let the GPU copy directly to and from the staging areas."""
         if not self._pinned:
             first = self._segments[0]
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -316,7 +315,7 @@ class ShmGroup(Group):
 
 
 def _piece_elements(nodes: torch.Tensor, order: Order) -> int:
-    """How many elements of each row are staged at a time."""
+    """The number of elements of each row that are staged at a time."""
     return STAGE_BYTES // nodes.element_size() // max(1, *(len(own) for own in order.nodes))
 
 

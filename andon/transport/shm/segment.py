@@ -2,8 +2,8 @@
 
 A segment has no name: it is a memfd of rank 0 that the others open through /proc, so that no exit, not even kill -9,
 can leave one behind. The first segment of a group begins with the lines of the barrier (`andon.transport.shm.barrier`);
-then, for each of two *halves*, it has a header, a mailbox and a staging area per rank. The halves are used in turn, so
-that a fast rank does not overwrite what a slow one still reads.
+then, for each of two *halves*, it has a header, a mailbox and a staging area per rank. Operations alternate between the
+halves, so that a fast rank does not overwrite bytes that a slow one still reads.
 """
 
 import mmap
@@ -20,7 +20,7 @@ from andon.transport.shm.barrier import lines_size
 PAGE_BYTES: Final = 4096
 HEADER_BYTES: Final = 64
 MAILBOX_BYTES: Final = 64 << 10
-"""The longest message that takes a single barrier."""
+"""The longest message that takes only one barrier."""
 STAGE_BYTES: Final = 1 << 20
 
 
@@ -34,7 +34,7 @@ class Segment:
 
     @classmethod
     def of_rank_0(cls, rank: int, processes: Sequence[int], descriptor: int, size: int) -> Self:
-        """Map the memory that rank 0 has under a file descriptor."""
+        """Map the memory behind a file descriptor of rank 0."""
         if rank == 0:
             return cls(descriptor, size)
         try:
@@ -48,7 +48,7 @@ class Segment:
 
 
 class SegmentLayout:
-    """Where things lie in the first segment of a group, as offsets in bytes."""
+    """The layout of a group's first segment, as offsets in bytes."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -78,7 +78,7 @@ class SegmentLayout:
 
 @contextmanager
 def new_memory(rank: int, size: int) -> Iterator[int]:
-    """New, zeroed memory: its file descriptor on rank 0, open until the others have mapped it; -1 on other ranks."""
+    """Create zeroed memory. Yields its file descriptor on rank 0, open until all ranks have mapped it; -1 elsewhere."""
     if rank != 0:
         yield -1
         return
@@ -91,5 +91,5 @@ def new_memory(rank: int, size: int) -> Iterator[int]:
 
 
 def whole_pages(size: int) -> int:
-    """The bytes of the pages that hold so many bytes."""
+    """Round a size in bytes up to whole pages."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES

@@ -1,8 +1,8 @@
-"""Connections: how ranks connect to each other.
+"""How ranks connect to each other.
 
 A rank that waits for peers opens an acceptor and gives them its address. Both ends of a new connection prove that they
-know the key of their link (`andon.transport.tcp.entrance.handshake`). Whoever says anything else, or takes too long, is
-refused and holds up nobody.
+know the key of their link (`andon.transport.tcp.entrance.handshake`). A connection that sends anything else, or takes
+too long, is refused without delaying the others.
 """
 
 import logging
@@ -13,19 +13,17 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from ipaddress import ip_address
-from typing import TypeVar
 
 from andon.errors import UserError
 from andon.transport.base import GroupTimeout, PeerLost, ProtocolError, Rendezvous
 from andon.transport.keys import LinkKeys
 from andon.transport.tcp.entrance.handshake import NotAuthenticated, authenticate, introduce
-from andon.transport.tcp.entrance.reception import PAUSE, Greet, Reception
+from andon.transport.tcp.entrance.reception import PAUSE_SECONDS, Reception
 from andon.transport.tcp.entrance.tls import Tls
 from andon.transport.tcp.frames import Hello
 
-T = TypeVar("T")
 Channel = tuple[str, int]
-"""What a connection is for, and the rank at its other end."""
+"""The purpose of a connection, "data" or "heartbeat", and the rank at its other end."""
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +39,13 @@ class Acceptor:
     def accept(self, expected: set[Channel], timeout: float) -> dict[Channel, socket.socket]:
         """Wait for all expected connections."""
         accepted: dict[Channel, socket.socket] = {}
-        arriving = introductions(self._listener, lambda sock: authenticate(sock, self._key_of), timeout, self.tls)
-        with ExitStack() as undo, closing(arriving) as arrivals:
+        with ExitStack() as undo, closing(self._authenticated(timeout)) as connections:
             while missing := expected - accepted.keys():
-                sock, hello = next(arrivals, (None, None))
-                if sock is None or hello is None:
+                connection = next(connections, None)
+                if connection is None:
                     channel, rank = min(missing, key=lambda each: each[1])
                     raise GroupTimeout(rank, f"joining ({channel})", timeout, "it did not connect")
+                sock, hello = connection
                 if (hello.channel, hello.rank) in missing:
                     accepted[hello.channel, hello.rank] = undo.enter_context(sock)
                 else:
@@ -55,6 +53,29 @@ class Acceptor:
                     sock.close()
             undo.pop_all()
         return accepted
+
+    def _authenticated(self, timeout: float) -> Generator[tuple[socket.socket, Hello], None, None]:
+        """Accept connections and authenticate them concurrently, until the deadline.
+
+        A connection that fails or breaks the protocol is closed; so are, at the end, those that have not authenticated.
+        The listener stays open."""
+        deadline = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            listener = self._listener.dup()
+            reception = Reception(listener, selector, lambda sock: authenticate(sock, self._key_of), self.tls)
+            try:
+                while (left := deadline - time.monotonic()) > 0:
+                    for key, _ in selector.select(min(left, PAUSE_SECONDS)):
+                        if connection := reception.handle(key.data):
+                            try:
+                                prepare(connection[0])
+                            except OSError:  # the peer has already closed it
+                                connection[0].close()
+                                continue
+                            yield connection
+                    reception.tick()
+            finally:
+                reception.close()
 
     def _key_of(self, hello: Hello) -> bytes:
         if hello.world_size != self.world_size:
@@ -66,41 +87,41 @@ class Acceptor:
         return self.keys.of(hello.rank)
 
     def interrupt(self) -> None:
-        """Make a thread that waits in `accept` give up, with `OSError`."""
-        with suppress(OSError):  # it may be closed already
+        """Make a thread that waits in `accept` raise `OSError`."""
+        with suppress(OSError):  # the listener may be closed already
             self._listener.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Accept nobody any more; safe to call twice."""
+        """Stop listening; safe to call twice."""
         self._listener.close()
 
 
 def agree_on_keys(rendezvous: Rendezvous, host: str) -> LinkKeys:
-    """Keys for ranks that were given none, on one machine: from a secret that all of them make at the rendezvous."""
+    """Derive keys for ranks of one machine that have none, from a secret that they make at the rendezvous."""
     check_loopback(host)
     secret = "".join(rendezvous.exchange("secret", secrets.token_hex(32))).encode()
     return LinkKeys.derive(secret, rendezvous.rank, rendezvous.world_size)
 
 
 def check_loopback(host: str) -> None:
-    """Refuse to connect ranks that have no token at an address that other machines reach."""
+    """Refuse to connect ranks that have no token at an address that other machines can reach."""
     if not is_loopback(host):
-        cause = f"{host} can be reached from other machines, and ranks would not know who connects"
+        cause = f"{host} can be reached from other machines, and ranks could not authenticate who connects"
         remedy = "Set ANDON_TOKEN to the same secret text, of 16 characters or more, for every worker"
         raise UserError("Workers on several machines need a token", cause, remedy)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only; a name is not taken at its word."""
+    """Whether a host can be reached from this machine only; a host name is resolved first."""
     try:
-        found = {place[0] for *_, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+        found = {address[0] for *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
     except OSError:
         return False
-    return all(ip_address(str(place).partition("%")[0]).is_loopback for place in found)
+    return all(ip_address(str(address).partition("%")[0]).is_loopback for address in found)
 
 
 def listen(address: tuple[str, int], backlog: int) -> socket.socket:
-    """A non-blocking socket that listens at an address (port 0: any free port). An empty host, or `::`, is every
+    """Open a non-blocking socket that listens at an address (port 0: any free port). An empty host, or `::`, is every
     address of this machine."""
     host, port = address
     if host in ("", "::"):
@@ -109,35 +130,10 @@ def listen(address: tuple[str, int], backlog: int) -> socket.socket:
         else:
             listener = socket.create_server(("0.0.0.0", port), backlog=backlog)
     else:
-        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(place[:2], family=family, backlog=backlog)
+        family, *_, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.create_server(found[:2], family=family, backlog=backlog)
     listener.setblocking(False)
     return listener
-
-
-def introductions(
-    listener: socket.socket, greet: Greet[T], timeout: float, tls: Tls | None = None
-) -> Generator[tuple[socket.socket, T], None, None]:
-    """Accept connections and read the first messages of each, all at the same time, until the deadline.
-
-    Yields each connection with what `greet` gave. A connection that fails or breaks the protocol is closed; so are, at
-    the end, those that have not introduced themselves. The listener stays open."""
-    deadline = time.monotonic() + timeout
-    with selectors.DefaultSelector() as selector:
-        reception = Reception(listener.dup(), selector, greet, tls)
-        try:
-            while (left := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(min(left, PAUSE)):
-                    if arrival := reception.handle(key.data):
-                        try:
-                            prepare(arrival[0])
-                        except OSError:  # it has gone again
-                            arrival[0].close()
-                            continue
-                        yield arrival
-                reception.tick()
-        finally:
-            reception.close()
 
 
 def connect(
@@ -150,22 +146,22 @@ def connect(
         try:
             sock = tls.connect(sock) if tls else sock
             introduce(sock, hello, key, timeout)
-            return prepare(sock)
+            prepare(sock)
         except NotAuthenticated as error:
             sock.close()
             raise type(error)(f"{operation}: {error}") from None
         except BaseException:
             sock.close()
             raise
-    raise AssertionError("unreachable")
+    return sock
 
 
 def prepare(sock: socket.socket) -> socket.socket:
-    """Set the options of a connection for streams."""
+    """Set the socket options that streams need."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback and hasattr(socket, "TCP_CONGESTION"):
-        # Nothing is congested here, and the system's default may pace what it sends (bbr): a third slower.
+        # Loopback has no congestion, and the system's default may pace packets (bbr): a third slower.
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     return sock
@@ -173,7 +169,7 @@ def prepare(sock: socket.socket) -> socket.socket:
 
 @contextmanager
 def translate_errors(peer: int, operation: str, timeout: float) -> Iterator[None]:
-    """Turn errors of a socket into those of a group."""
+    """Turn errors of a socket into errors of a group."""
     started = time.monotonic()
     try:
         yield

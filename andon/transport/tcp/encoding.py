@@ -1,44 +1,39 @@
-"""How values travel over a network: with their own bits, or rounded to bf16; and the arithmetic on arrival.
+"""How values are sent over a network, unchanged or rounded to bf16, and how they are added on arrival.
 
-All arithmetic runs on one thread. A transport works in the background of a computation that has the cores; a torch
+All arithmetic runs on one thread. A transport works in the background of a computation that uses the cores; a torch
 operation on many elements would wake torch's other threads and wait for all of them, which on busy cores takes longer
-than the work itself. numpy has no threads, and torch stays on one below GRAIN elements.
+than the work itself. numpy has no threads, and torch stays on one below GRAIN_ELEMENTS.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
 import torch
 
-from andon.transport.rows import Wire, first_row
+from andon.engine.gradients.order import Order
+from andon.transport.rows import Wire, first_row, rows_of
 from andon.transport.tcp.frames import Floats
 
 Span = tuple[int, int]
-"""From this element up to that one."""
+"""The first element, and the one after the last."""
 
 PIECE_ELEMENTS: Final = 1 << 18
-"""Elements of f32 that are moved and added at once; in a ring twice as many of bf16."""
+"""Elements of f32 that are moved and added at once; in a ring, twice as many of bf16."""
 TILE_PIECES: Final = 2
 """Pieces of each chunk in a tile of a ring (see `andon.transport.tcp.ring_schedule`)."""
 BUFFERS: Final = 2 * TILE_PIECES + 2
-"""Pieces that can wait to be passed on. More than a tile's waits only at a rank whose left neighbour is ahead of it,
-and in a ring not everyone can be behind, so the ring never stops with all buffers full."""
-GRAIN: Final = 32_000
-"""Elements below which torch does not start its other threads."""
+"""Pieces that can wait to be passed on. More pieces than a tile's wait only at a rank whose left neighbour is ahead of
+it. In a ring not every rank can be behind, so the ring never stops with all buffers full."""
+GRAIN_ELEMENTS: Final = 32_000
+"""Below this number torch does not start its other threads."""
 
 
 def add(into: Floats, other: Floats) -> None:
-    """Add in place. An overflow is found when the sums are checked; numpy need not warn of it."""
+    """Add in place, without numpy's warning of an overflow: the check of the sums finds it."""
     with np.errstate(over="ignore", invalid="ignore"):
         np.add(into, other, out=into)
-
-
-def add_up(adds: Sequence[tuple[int, int]], leaves: Sequence[Floats]) -> None:
-    """`Order.add_up` on arrays."""
-    for into, other in adds:
-        add(leaves[into], leaves[other])
 
 
 def convert(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -56,7 +51,7 @@ def add_bf16(target: torch.Tensor, source: torch.Tensor) -> None:
 def _grains(*tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
     if torch.get_num_threads() == 1:
         return [tensors]
-    return zip(*(torch.split(tensor, GRAIN) for tensor in tensors), strict=True)
+    return zip(*(torch.split(tensor, GRAIN_ELEMENTS) for tensor in tensors), strict=True)
 
 
 @contextmanager
@@ -72,9 +67,18 @@ def on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     first_row(tensor).copy_(first_row(host))
 
 
+@contextmanager
+def contribution(nodes: torch.Tensor, order: Order, rank: int) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """On the host: the row that receives the sum, and the rows that a rank contributes to it."""
+    if nodes.dtype != torch.float32:
+        raise ValueError(f"only float32 can be summed, not {nodes.dtype}")
+    with on_host(nodes) as host:
+        yield first_row(host), rows_of(host, order, rank)
+
+
 class Scratch:
-    """Memory for arriving pieces: one large buffer for f32; for bf16, BUFFERS pieces that wait to be passed on and two
-    more, for a piece of this rank's own that leaves and for one that is added."""
+    """Memory for arriving pieces. F32 uses it as one buffer. Bf16 uses BUFFERS pieces that wait to be passed on and two
+    more: one for a piece of this rank's values to send, one for those to add."""
 
     def __init__(self) -> None:
         # From numpy, which asks for huge pages: receiving into small ones takes a tenth longer.
@@ -86,25 +90,25 @@ class Scratch:
 
 
 class F32:
-    """Values travel with their own bits, whatever their type: they are sent from where they lie, and received there
-    when nothing is to be added. Only f32 is added."""
+    """Values of any type, unchanged: sent from the tensor itself, and received into it if nothing is added. Only f32
+    can be added."""
 
     waits_in_buffer = False
 
     def __init__(self, flat: torch.Tensor, scratch: Scratch) -> None:
         self.kind = str(flat.dtype).removeprefix("torch.")
         self.count, self.item_size = flat.numel(), flat.element_size()
-        self.step = 4 * PIECE_ELEMENTS // self.item_size
+        self.piece_size = 4 * PIECE_ELEMENTS // self.item_size
         self._array = flat.view(torch.uint8).numpy()
         self._bytes = self._array.data
         self._scratch = scratch
 
     def outgoing(self, span: Span, source: int) -> memoryview:
-        """The bytes of a piece to send; `source` is the index with which it arrived (-1: this rank's own)."""
+        """The bytes of a piece to send; `source` is the index with which it arrived (-1: it is this rank's)."""
         return self._bytes[span[0] * self.item_size : span[1] * self.item_size]
 
     def incoming(self, span: Span, index: int, adds: bool) -> memoryview:
-        """Where the piece with this index is to be received."""
+        """The buffer that receives the piece with this index."""
         return self._scratch.bytes[: 4 * (span[1] - span[0])] if adds else self.outgoing(span, index)
 
     def arrived(self, span: Span, index: int, adds: bool, final: bool) -> None:
@@ -114,11 +118,11 @@ class F32:
             add(mine, self._scratch.array[: mine.nbytes].view(np.float32))
 
     def round(self) -> None:
-        """The sum of a ring of one rank: nothing to round."""
+        """Round the sum of a ring of one rank: nothing to do."""
 
 
 class Bf16:
-    """Values travel as bf16. A piece stays in its buffer from arrival until it is passed on, so that nothing is
+    """Values rounded to bf16. A piece stays in its buffer from arrival until it is passed on, so that nothing is
     converted twice."""
 
     kind = "bf16"
@@ -126,12 +130,12 @@ class Bf16:
     waits_in_buffer = True
 
     def __init__(self, flat: torch.Tensor, scratch: Scratch) -> None:
-        self.count, self.step = flat.numel(), 2 * PIECE_ELEMENTS
+        self.count, self.piece_size = flat.numel(), 2 * PIECE_ELEMENTS
         self._values = flat
         self._pieces, self._bytes = scratch.pieces, scratch.piece_bytes
 
     def outgoing(self, span: Span, source: int) -> memoryview:
-        """The bytes of a piece to send; `source` is the index with which it arrived (-1: this rank's own)."""
+        """The bytes of a piece to send; `source` is the index with which it arrived (-1: it is this rank's)."""
         size = span[1] - span[0]
         if source >= 0:
             return self._bytes[source % BUFFERS][: 2 * size]
@@ -139,7 +143,7 @@ class Bf16:
         return self._bytes[BUFFERS][: 2 * size]
 
     def incoming(self, span: Span, index: int, adds: bool) -> memoryview:
-        """Where the piece with this index is to be received."""
+        """The buffer that receives the piece with this index."""
         return self._bytes[index % BUFFERS][: 2 * (span[1] - span[0])]
 
     def arrived(self, span: Span, index: int, adds: bool, final: bool) -> None:
@@ -154,7 +158,7 @@ class Bf16:
             convert(mine, piece)
 
     def round(self) -> None:
-        """The sum of a ring of one rank is rounded like any other."""
+        """Round the sum of a ring of one rank, as any other sum is."""
         self._values.copy_(self._values.bfloat16())
 
     def _piece(self, index: int, size: int) -> torch.Tensor:

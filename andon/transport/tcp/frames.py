@@ -1,11 +1,12 @@
-"""Frames, the codec of messages, and the transports' own messages.
+"""Frames, the codec of messages, and the messages between ranks.
 
 A *frame* is a big-endian u32 length and that many bytes of payload. A *payload* is one tag byte and then the fields of
 the message, little-endian, without padding: `str` is a u32 byte count and UTF-8, `f32[]` a u64 element count and the
 floats, `u32[]` and `u64[]` a u32 count and the numbers. Tags below 0x10 are wire version 2
-(`andon.protocol2.wire.messages`), 0x10 is the coordinator's (`andon.control.link`), 0x20 and above are here.
+(`andon.protocol2.wire.messages`), 0x10 and 0x11 the control plane (`andon.control.link`), 0x20 to 0x26 this file, 0x40
+and above extensions of version 2 (`andon.protocol2.wire.extension`).
 
-Decoding trusts nothing: a count is compared with the bytes that are there before anything is allocated, and the fields
+Decoding trusts nothing: a count is compared with the number of bytes left before anything is allocated, and the fields
 must fill the payload exactly. Floats are views of the payload, not copies.
 """
 
@@ -24,7 +25,7 @@ from andon.transport.base import ProtocolError
 Buffer = bytes | bytearray | memoryview
 Floats = npt.NDArray[np.float32]
 
-MAX_FRAME: Final = 100_000_000
+MAX_FRAME_BYTES: Final = 100_000_000
 LENGTH: Final = struct.Struct(">I")
 _CODES: Final = {"u8": "<B", "u32": "<I", "i32": "<i", "u64": "<Q", "f32": "<f"}
 NUMBERS: Final = {kind: struct.Struct(code) for kind, code in _CODES.items()}
@@ -32,7 +33,7 @@ _LISTS: Final = {"u32[]": ("u32", "<u4"), "u64[]": ("u32", "<u8"), "f32[]": ("u6
 
 
 class Message:
-    """Any message: a tag, and the kinds of its fields in order."""
+    """A message: its tag, and the kinds of its fields in order."""
 
     tag: ClassVar[int]
     layout: ClassVar[tuple[str, ...]]
@@ -45,7 +46,7 @@ TRANSPORT: Final[Protocol] = {}
 
 @dataclass_transform(frozen_default=True)
 def message(protocol: Protocol, tag: int, *layout: str) -> Callable[[type[Any]], type[Any]]:
-    """A decorator that makes a class a frozen dataclass and a message of a protocol."""
+    """Decorate a class: make it a frozen dataclass and a message of a protocol."""
 
     def register(cls: type[Any]) -> type[Any]:
         cls.tag, cls.layout = tag, layout
@@ -57,8 +58,8 @@ def message(protocol: Protocol, tag: int, *layout: str) -> Callable[[type[Any]],
 
 @message(TRANSPORT, 0x20, "u32", "u32", "u64", "str", "str", "str")
 class Hello(Message):
-    """Connector: "I am `rank` of `world_size` in this generation, and this connection is for `channel`. Here are my
-    nonce and the proof that I know the key of this link." """
+    """Connector: "I am `rank` of `world_size` in `generation`, and this connection is for `channel`. Here are my nonce
+    and the proof that I know the key of this link." """
 
     rank: int
     world_size: int
@@ -70,8 +71,8 @@ class Hello(Message):
 
 @message(TRANSPORT, 0x21, "str", "u64", "str", "u64[]", "u64", "u64[]")
 class Operation(Message):
-    """Peer: "I begin this collective: so many elements of this kind, cut at these bounds, summed over this
-    many slots, shared out like this. My bytes follow without further frames; there can be any number." """
+    """Peer: "I begin the collective `name` on `count` elements of type `wire`, cut at `bounds`, summed over `slots`
+    slots that are divided among the ranks at `shares`. My bytes follow without frames, any number of them." """
 
     name: str
     count: int
@@ -83,7 +84,7 @@ class Operation(Message):
 
 @message(TRANSPORT, 0x22, "u64")
 class Alive(Message):
-    """Peer: "I am here, and have begun so many operations." """
+    """Peer: "I am alive and have begun `operations` operations." """
 
     operations: int
 
@@ -99,37 +100,37 @@ class Broken(Message):
 
 @message(TRANSPORT, 0x24)
 class Leaving(Message):
-    """Peer: "I leave on purpose; do not take my silence for a failure." """
+    """Peer: "I leave on purpose; my silence is not a failure." """
 
 
 @message(TRANSPORT, 0x25, "str")
 class Challenge(Message):
-    """Acceptor: "Prove that you know the key; this is my nonce." """
+    """Acceptor: "Prove that you know the key. This is my nonce." """
 
     nonce: str
 
 
 @message(TRANSPORT, 0x26, "str")
 class Accepted(Message):
-    """Acceptor: "Your proof is right, and this is mine." """
+    """Acceptor: "Your proof is right. This is mine." """
 
     proof: str
 
 
 def encode(message: Message) -> list[Buffer]:
-    """The frame of a message, as buffers to send one after the other; floats are not copied."""
+    """Encode the frame of a message as buffers to send one after the other; floats are not copied."""
     parts: list[Buffer] = [b"", bytes([message.tag])]
     for kind, field in zip(message.layout, fields(message), strict=True):  # type: ignore[arg-type]
         parts += _encode_field(kind, getattr(message, field.name))
     size = sum(memoryview(part).nbytes for part in parts)
-    if size > MAX_FRAME:
-        raise ValueError(f"{type(message).__name__} of {size:,} bytes: a frame holds at most {MAX_FRAME:,}")
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"{type(message).__name__} of {size:,} bytes: a frame holds at most {MAX_FRAME_BYTES:,}")
     parts[0] = LENGTH.pack(size)
     return parts
 
 
-def payload_length(prefix: Buffer, limit: int) -> int:
-    """The length that the first bytes of a frame announce; the payload has at least a tag."""
+def payload_length(prefix: Buffer, limit: int = MAX_FRAME_BYTES) -> int:
+    """The length of the payload, which the first bytes of a frame announce; it has at least a tag."""
     (length,) = LENGTH.unpack(prefix)
     if not 1 <= length <= limit:
         raise ProtocolError(f"a frame of {length:,} bytes; 1 to {limit:,} are allowed")
@@ -137,12 +138,12 @@ def payload_length(prefix: Buffer, limit: int) -> int:
 
 
 def frame(message: Message) -> bytes:
-    """The frame of a message."""
+    """Encode the frame of a message as bytes."""
     return b"".join(encode(message))
 
 
 def decode(payload: Buffer, protocol: Protocol = TRANSPORT) -> Message:
-    """The message in a payload; anything but exactly one valid message is a `ProtocolError`."""
+    """Decode the message in a payload; anything but exactly one valid message is a `ProtocolError`."""
     view = memoryview(payload).cast("B")
     reader = PayloadReader(view, len(view), protocol)
     cls = reader.message_type()
@@ -153,7 +154,7 @@ def decode(payload: Buffer, protocol: Protocol = TRANSPORT) -> Message:
 
 @lru_cache(maxsize=1024)
 def announcement(name: str, count: int, wire: str, bounds: tuple[int, ...], order: Order | None) -> bytes:
-    """The frame with which a rank begins a collective."""
+    """The frame that announces a collective."""
     slots, shares = (order.slots, order.bounds) if order else (0, ())
     return frame(Operation(name, count, wire, bounds, slots, shares))
 
@@ -167,8 +168,8 @@ def difference(theirs: bytes, mine: bytes) -> str:
     return "it announced {}, this rank {}".format(*operations)
 
 
-class Short(Exception):
-    """Not all of the payload has been received, and so many bytes of it are needed to go on."""
+class Incomplete(Exception):
+    """Too little of the payload has been received: `needed` bytes are needed to continue."""
 
     def __init__(self, needed: int) -> None:
         self.needed = needed
@@ -188,7 +189,7 @@ class PayloadReader:
             there = self.length - self.position
             raise ProtocolError(f"{self.name} is cut short: {count:,} bytes should follow, {there:,} do")
         if end > len(self.view):
-            raise Short(end)
+            raise Incomplete(end)
         taken, self.position = self.view[self.position : end], end
         return taken
 
@@ -198,7 +199,7 @@ class PayloadReader:
         return codec.unpack(self.take(codec.size))[0]
 
     def message_type(self) -> type[Message]:
-        """The type that the tag names."""
+        """The message type of the tag."""
         tag = self.number("u8")
         if tag not in self.protocol:
             raise ProtocolError(f"unknown message tag 0x{tag:02x}")

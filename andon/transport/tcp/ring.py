@@ -1,16 +1,16 @@
 """The ring: each rank sends to its right neighbour and receives from its left one, at the same time.
 
-The vector is cut into one *chunk* per rank. In the scatter-reduce, N - 1 *rounds*, every rank passes a chunk on and
+The vector is cut into one *chunk* per rank. In the reduce-scatter, N - 1 *rounds*, every rank passes a chunk on and
 adds its own values to the one that arrives, until rank r holds the sum of chunk r. In the all-gather, again N - 1
-rounds, the sums travel round once. Everything that arrives is passed on in the next round, except the last chunk; so an
-operation is one outgoing and one incoming stream, where piece i of what arrived is piece i + (pieces of the first
-chunk) of what leaves. Rounds need no barrier: a piece is passed on as soon as it has been added
+rounds, the sums go round once. Every chunk that arrives is passed on in the next round, except the last; so an
+operation is one outgoing and one incoming stream, and the piece that arrives as number i leaves as number
+i + (pieces of the first chunk). Rounds need no barrier: a piece is passed on as soon as it has been added
 (`andon.transport.tcp.ring_schedule` has the order of the pieces).
 
 All ranks end with the same bits (C-RING-001; `andon.transport.mean` divides by their number). A rank sends 2(N - 1)/N
-of the vector and not more. With bf16 on the wire whatever is sent is rounded, sums are taken in
-f32 and rounded, and the owner of a chunk keeps its sum as it travels, so that all ranks end with the same bits. An
-all-gather on its own is exact. The order of addition is the ring's own, except with two ranks.
+of the vector and not more. With a bf16 wire, everything sent is rounded, sums are taken in f32 and rounded, and the
+owner of a chunk keeps the rounded sum, so that all ranks end with the same bits. A plain all-gather is exact. With more
+than two ranks the order of addition is not the one order but the ring's.
 """
 
 import socket
@@ -23,9 +23,9 @@ import torch
 
 from andon.engine.gradients.order import Order, shares
 from andon.transport.base import SOMEONE, Group, PeerLost, Rendezvous, Settings
-from andon.transport.rows import Wire, check_bounds, first_row, one_node_each, rows_of
+from andon.transport.rows import Wire, check_bounds, one_node_each
 from andon.transport.tcp.connect import Acceptor, Channel, agree_on_keys, connect
-from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, add, on_host
+from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, add, contribution, on_host
 from andon.transport.tcp.failure_detector import FailureDetector
 from andon.transport.tcp.frames import Hello, announcement, difference
 from andon.transport.tcp.ring_schedule import ring_schedule
@@ -46,7 +46,7 @@ class RingGroup(Group):
 
     @classmethod
     def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
-        """Connect to both neighbours for data, and to everyone for heartbeats."""
+        """Connect to both neighbours for data, and to all ranks for heartbeats."""
         rank, size, timeout = rendezvous.rank, rendezvous.world_size, settings.timeout
         if size == 1:
             left, right = socket.socketpair()
@@ -68,7 +68,7 @@ class RingGroup(Group):
 
             from_left = ("data", (rank - 1) % size)
             expected = {from_left} | {("heartbeat", peer) for peer in range(rank + 1, size)}
-            # Both ends of a connection have something to prove, so every rank accepts and connects at the same time.
+            # Both ends of a connection authenticate, so every rank must accept and connect at the same time.
             pool = ThreadPoolExecutor(1, "andon-accept")
             accepting = pool.submit(acceptor.accept, expected, timeout)
             undo.callback(_close_accepted, accepting)
@@ -103,11 +103,8 @@ class RingGroup(Group):
         self._detector.abort(rank, detail)
 
     def _reduce(self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:
-        if nodes.dtype != torch.float32:
-            raise ValueError(f"only float32 can be summed, not {nodes.dtype}")
         order = order or one_node_each(self.world_size)
-        with on_host(nodes) as host:
-            total, rows = first_row(host), rows_of(host, order, self.rank)
+        with contribution(nodes, order, self.rank) as (total, rows):
             if not rows:
                 total.zero_()
             for row in rows[1:]:
@@ -115,14 +112,14 @@ class RingGroup(Group):
             self._circulate(operation, self._encoding(total, self._scratch), tuple(bounds), order)
 
     def _circulate(self, operation: str, values: Encoding, bounds: tuple[int, ...], order: Order | None) -> None:
-        """Pass chunks round the ring: first those that are added up, then the sums."""
+        """Pass chunks round the ring: first those to be added up, then the sums."""
         rank, size = self.rank, self.world_size
         left, right = (rank - 1) % size, (rank + 1) % size
         check_bounds(bounds, values.count, size)
         added = [(left - 1 - turn) % size for turn in range(size - 1)] if operation != "all-gather" else []
         kept = [(left - turn) % size for turn in range(size - 1)] if operation != "reduce-scatter" else []
         first = rank if operation == "all-gather" else left
-        schedule = ring_schedule(bounds, (first, *added, *kept), values.step)
+        schedule = ring_schedule(bounds, (first, *added, *kept), values.piece_size)
         header = memoryview(announcement(operation, values.count, values.kind, bounds, order))
         their_header = memoryview(bytearray(len(header)))
 
@@ -161,7 +158,7 @@ class RingGroup(Group):
 
 
 class _Opening:
-    """A ring that opens: when a rank is lost, nobody waits for its connections."""
+    """A ring that is being opened: `abort` makes this rank stop waiting for connections."""
 
     def __init__(self, acceptor: Acceptor) -> None:
         self._acceptor = acceptor
@@ -172,7 +169,7 @@ class _Opening:
         self._acceptor.interrupt()
 
     def wait(self, accepting: Future[dict[Channel, socket.socket]]) -> dict[Channel, socket.socket]:
-        """The connections that were accepted; `PeerLost` if they were not waited for."""
+        """Wait for the accepted connections; `PeerLost` if the wait was aborted."""
         try:
             return accepting.result()
         except OSError as error:

@@ -1,7 +1,7 @@
 """The schedule of a ring: which pieces a rank sends and receives in an operation, in which order.
 
 The vector is cut into one chunk per rank, and a chunk into *pieces*. The schedule is tiled: a *tile* is a few pieces of
-every chunk, and goes all the way round before the next one begins. A tile is small enough to stay in the cache
+every chunk, and goes all the way round before the next tile begins. A tile is small enough to stay in the cache
 meanwhile, and large enough to keep the neighbours busy.
 """
 
@@ -16,25 +16,26 @@ class RingSchedule:
     """The pieces that a rank sends and receives when it sends `chunks[0]`, receives each of the others and passes all
     but the last one on."""
 
-    def __init__(self, bounds: Sequence[int], chunks: Sequence[int], step: int) -> None:
+    def __init__(self, bounds: Sequence[int], chunks: Sequence[int], piece_size: int) -> None:
         self.leaving: list[Span] = []
-        self.sources: list[int] = []  # the index with which each leaving piece arrived; -1: this rank's own
+        self.sources: list[int] = []  # the index with which each leaving piece arrived; -1: it is this rank's
         self.arriving: list[Span] = []
         self.rounds: list[int] = []  # the round in which each piece arrives
         leaves_as: list[int] = []  # the index with which each arrived piece leaves; -1: it stays
-        for start in range(0, max(hi - lo for lo, hi in pairwise(bounds)), TILE_PIECES * step):
+        tile = TILE_PIECES * piece_size
+        for start in range(0, max(hi - lo for lo, hi in pairwise(bounds)), tile):
             for turn, chunk in enumerate(chunks):
                 lo = bounds[chunk] + start
-                hi = min(lo + TILE_PIECES * step, bounds[chunk + 1])
-                spans = [(at, min(at + step, hi)) for at in range(lo, hi, step)]
+                hi = min(lo + tile, bounds[chunk + 1])
+                spans = [(at, min(at + piece_size, hi)) for at in range(lo, hi, piece_size)]
                 leaves_as += self._add(turn, turn == len(chunks) - 1, spans)
         self.may_leave = _gates(self.sources, len(self.arriving))
-        """How many pieces may leave once so many have arrived."""
+        """`may_leave[i]`: how many pieces may leave when i pieces have arrived."""
         self.may_arrive = _gates(([-1] * BUFFERS + leaves_as)[: len(self.arriving)], len(self.leaving))
-        """How many pieces may arrive once so many have left, if each waits in a buffer until it leaves."""
+        """`may_arrive[i]`: how many pieces may arrive when i have left, if each waits in a buffer until it leaves."""
 
     def _add(self, turn: int, last: bool, spans: list[Span]) -> Sequence[int]:
-        """Append the pieces of one chunk in a tile; the indices with which those that arrive will leave."""
+        """Append the pieces of one chunk in a tile; returns the indices with which arriving pieces will leave."""
         leaving = range(len(self.leaving), len(self.leaving) + len(spans))
         if not last:
             arriving = range(len(self.arriving), len(self.arriving) + len(spans))
@@ -52,8 +53,8 @@ ring_schedule = lru_cache(maxsize=1024)(RingSchedule)
 
 
 def _gates(waits_for: Sequence[int], count: int) -> list[int]:
-    """After 0 events, after 1, and so on up to `count`: how many items of a sequence may go, if item i waits for event
-    `waits_for[i]` and for the items before it."""
+    """How many items of a sequence may go after 0, 1, … `count` events, if item i waits for event `waits_for[i]` and
+    for the items before it."""
     gates, may_go = [], 0
     for happened in range(count + 1):
         while may_go < len(waits_for) and waits_for[may_go] < happened:

@@ -1,11 +1,9 @@
 """The star: every rank exchanges with one server, which adds in the one order and sends the results.
 
 A rank announces an operation and then sends its values and receives results at the same time, piece by piece
-(`andon.transport.tcp.star_pipeline` says who sends and who receives which): piece k comes back while piece k + 1 is
-being added and piece k + 2 is on its way. So neither end holds more than a few pieces, whatever the length of the
+(`andon.transport.tcp.star_pipeline` defines which rank sends and receives which): piece k comes back while piece k + 1
+is being added and piece k + 2 is being sent. So neither end holds more than a few pieces, whatever the length of the
 vector.
-
-With bf16 on the wire contributions and all partial sums are rounded. An all-gather on its own is exact.
 """
 
 import socket
@@ -18,16 +16,16 @@ import torch
 from andon.engine.gradients.order import Order
 from andon.transport.base import Group, Rendezvous, Settings
 from andon.transport.keys import SERVER
-from andon.transport.rows import Wire, check_bounds, first_row, one_node_each, rows_of
+from andon.transport.rows import Wire, check_bounds, one_node_each
 from andon.transport.tcp.connect import connect
-from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, on_host
+from andon.transport.tcp.encoding import ENCODINGS, F32, Encoding, Scratch, contribution, on_host
 from andon.transport.tcp.failure_detector import FailureDetector
 from andon.transport.tcp.frames import Hello, announcement
 from andon.transport.tcp.star_pipeline import cut, is_source, is_target
 from andon.transport.tcp.stream import Incoming, Outgoing
 
 JOIN_TIMEOUTS: Final = 5
-"""How many timeouts the last rank may come after the first: some load torch from a slow disk."""
+"""How many timeouts a rank waits for the last one to join, which may load torch from a slow disk."""
 
 
 class StarGroup(Group):
@@ -45,18 +43,15 @@ class StarGroup(Group):
     @classmethod
     def open(cls, rendezvous: Rendezvous, settings: Settings) -> Self:
         """Connect to the server."""
-        if settings.server is None:
-            raise ValueError("transport 'star' needs the address of its server")
-        if settings.keys is None:
-            raise ValueError("transport 'star' needs the keys of its links")
-        rank, size, timeout, keys = rendezvous.rank, rendezvous.world_size, settings.timeout, settings.keys
+        server, keys = settings.server, settings.keys
+        if server is None or keys is None:
+            raise ValueError("transport 'star' needs the address of its server and the keys of its links")
+        rank, size, timeout = rendezvous.rank, rendezvous.world_size, settings.timeout
         with ExitStack() as undo:
 
             def connect_to_server(channel: str) -> socket.socket:
-                assert settings.server is not None
                 hello = Hello(rank, size, keys.generation, channel)
-                sock = connect(settings.server, SERVER, hello, keys.of(SERVER), timeout, settings.tls)
-                return undo.enter_context(sock)
+                return undo.enter_context(connect(server, SERVER, hello, keys.of(SERVER), timeout, settings.tls))
 
             data, link = connect_to_server("data"), connect_to_server("heartbeat")
             undo.pop_all()
@@ -84,19 +79,17 @@ class StarGroup(Group):
         self._detector.abort(rank, detail)
 
     def _reduce(self, operation: str, nodes: torch.Tensor, bounds: Sequence[int], order: Order | None) -> None:
-        if nodes.dtype != torch.float32:
-            raise ValueError(f"only float32 can be summed, not {nodes.dtype}")
         order = order or one_node_each(self.world_size)
-        with on_host(nodes) as host:
-            rows = [self._encoding(row, self._scratch) for row in rows_of(host, order, self.rank)]
-            self._operate(operation, rows, self._encoding(first_row(host), self._scratch), bounds, order)
+        with contribution(nodes, order, self.rank) as (total, rows):
+            encoded = [self._encoding(row, self._scratch) for row in rows]
+            self._operate(operation, encoded, self._encoding(total, self._scratch), bounds, order)
 
     def _operate(
         self, operation: str, rows: Sequence[Encoding], into: Encoding, bounds: Sequence[int], order: Order | None
     ) -> None:
         """Announce an operation, send the pieces of `rows` and receive results into `into`."""
         header = announcement(operation, into.count, into.kind, tuple(bounds), order)
-        pieces = cut(operation, bounds, into.kind)
+        pieces = cut(bounds, into.kind)
         to_send = [(piece.lo, piece.hi) for piece in pieces if is_source(operation, piece, self.rank)]
         to_receive = [(piece.lo, piece.hi) for piece in pieces if is_target(operation, piece, self.rank)]
 
@@ -112,8 +105,8 @@ class StarGroup(Group):
         def arrived(index: int) -> None:
             into.arrived(to_receive[index], index, False, False)
 
-        # The server sends its first heartbeat when it has heard of all ranks.
-        self._detector.wait_for_first_sign(SERVER, JOIN_TIMEOUTS * self._detector.timeout)
+        # The server sends its first heartbeat when all ranks have connected.
+        self._detector.wait_for_first_heartbeat(SERVER, JOIN_TIMEOUTS * self._detector.timeout)
         self._detector.begin(operation)
         self.bytes_sent += len(rows) * into.item_size * sum(hi - lo for lo, hi in to_send)
         results = Incoming(self._data, SERVER, len(to_receive), incoming, arrived)

@@ -1,4 +1,4 @@
-"""The server of a star (see `andon.transport.tcp.star`): it serves its ranks' operations one after the other.
+"""The server of a star (see `andon.transport.tcp.star`): it serves the ranks' operations one after the other.
 
 All ranks announce the same operation; then its pieces pass through (`andon.transport.tcp.star_pipeline`).
 """
@@ -22,10 +22,10 @@ from andon.transport.tcp.frames import Operation, decode
 from andon.transport.tcp.star_pipeline import Pipeline, PipelineBuffers
 from andon.transport.tcp.stream import MessageReader, read_frame
 
-LONGEST_ANNOUNCEMENT: Final = 1 << 20
-MOST_SLOTS: Final = 1 << 16
-MOST_ELEMENTS: Final = 1 << 35
-"""Of one operation: more than any model here has parameters, and few enough to keep count of their pieces."""
+MAX_ANNOUNCEMENT_BYTES: Final = 1 << 20
+MAX_SLOTS: Final = 1 << 16
+MAX_ELEMENTS: Final = 1 << 35
+"""Of one operation: more than any model here has parameters, and few enough to keep a list of their pieces."""
 KINDS: Final = {"all-reduce": ("float32", "bf16"), "reduce-scatter": ("float32", "bf16"), "all-gather": ("uint8",)}
 
 
@@ -43,21 +43,21 @@ class StarServer:
         self._sockets: list[socket.socket] = []
 
     def serve(self) -> None:
-        """Wait for the ranks, as long as it takes, and serve them until all have left; raises what breaks the group."""
+        """Wait for the ranks without a deadline and serve them until all have left; raises if the group breaks."""
         ranks = range(self.world_size)
         expected = {(channel, rank) for channel in ("data", "heartbeat") for rank in ranks}
         try:
-            came = self._acceptor.accept(expected, math.inf)
+            accepted = self._acceptor.accept(expected, math.inf)
         except OSError:
             if not self._closed:
                 raise
             return
         finally:
             self._acceptor.close()
-        self._sockets = [came["data", rank] for rank in ranks]
-        links = {rank: came["heartbeat", rank] for rank in ranks}
+        self._sockets = [accepted["data", rank] for rank in ranks]
+        links = {rank: accepted["heartbeat", rank] for rank in ranks}
         with closing(FailureDetector(links, self._sockets, self.timeout)) as detector:
-            while self._someone_begins(detector):
+            while self._wait_for_operation(detector):
                 self._operate(detector)
 
     def close(self) -> None:
@@ -68,8 +68,8 @@ class StarServer:
             with suppress(OSError):  # the peer may have closed it first
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _someone_begins(self, detector: FailureDetector) -> bool:
-        """Wait, without a deadline, until a rank begins an operation; False when all have left."""
+    def _wait_for_operation(self, detector: FailureDetector) -> bool:
+        """Wait without a deadline until a rank begins an operation; False when all have left."""
         poll = select.poll()
         waiting = {sock.fileno(): rank for rank, sock in enumerate(self._sockets)}
         for sock in self._sockets:
@@ -92,7 +92,7 @@ class StarServer:
         return False
 
     def _operate(self, detector: FailureDetector) -> None:
-        operation = self._announced(detector)
+        operation = self._receive_announcements(detector)
         detector.begin(operation.name)
         order = order_of_ranges(operation.slots, operation.shares) if operation.name != "all-gather" else None
         leaves = len(order.leaves) if order else 1
@@ -101,12 +101,12 @@ class StarServer:
         pipeline = Pipeline(operation.name, operation.bounds, operation.wire, order, self._buffers)
         detector.run(pipeline.streams(self._sockets), operation.name)
 
-    def _announced(self, detector: FailureDetector) -> Operation:
-        """The operation that every rank announces."""
+    def _receive_announcements(self, detector: FailureDetector) -> Operation:
+        """Receive the operation that every rank announces."""
         announced: dict[int, Operation] = {}
 
         def read(rank: int) -> Generator[memoryview, None, None]:
-            payload = yield from read_frame(LONGEST_ANNOUNCEMENT)
+            payload = yield from read_frame(MAX_ANNOUNCEMENT_BYTES)
             announced[rank] = checked_operation(bytes(payload), self.world_size)
 
         readers = [MessageReader(sock, rank, read(rank)) for rank, sock in enumerate(self._sockets)]
@@ -119,25 +119,25 @@ class StarServer:
 
 
 def checked_operation(payload: bytes, world_size: int) -> Operation:
-    """The operation in a payload; one that the server could not serve is a `ProtocolError`."""
+    """Decode an operation; `ProtocolError` if the server cannot serve it."""
     operation = decode(payload)
     if not isinstance(operation, Operation):
         raise ProtocolError(f"{type(operation).__name__} instead of an operation")
     if operation.wire not in KINDS.get(operation.name, ()):
         raise ProtocolError(f"there is no {operation.name!r} of {operation.wire!r}")
-    if operation.count > MOST_ELEMENTS:
-        raise ProtocolError(f"{operation.count:,} elements are more than {MOST_ELEMENTS:,}")
+    if operation.count > MAX_ELEMENTS:
+        raise ProtocolError(f"{operation.count:,} elements are more than {MAX_ELEMENTS:,}")
     parts = 1 if operation.name == "all-reduce" else world_size
     if not are_bounds(operation.bounds, operation.count, parts):
-        raise ProtocolError("its bounds do not cut up its elements")
-    shared_out = 1 <= operation.slots <= MOST_SLOTS and are_bounds(operation.shares, operation.slots, world_size)
+        raise ProtocolError("its bounds do not cut its elements into parts")
+    shared_out = 1 <= operation.slots <= MAX_SLOTS and are_bounds(operation.shares, operation.slots, world_size)
     if operation.name != "all-gather" and not shared_out:
-        raise ProtocolError("its shares do not cut up its slots")
+        raise ProtocolError("its shares do not cut its slots into parts")
     return operation
 
 
 def _peek(sock: socket.socket) -> Literal["data", "nothing", "end"]:
-    """What a readable socket has for its reader; TLS may have read a message of its own."""
+    """What can be read from a readable socket; "nothing" if TLS has consumed a message that is not data."""
     try:
         return "data" if sock.recv(1, socket.MSG_PEEK) else "end"
     except BlockingIOError:

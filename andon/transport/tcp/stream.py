@@ -1,8 +1,8 @@
 """Streams: bytes that are sent and received at the same time, each stream at its own pace.
 
 A *stream* moves a fixed number of *pieces* through one socket, in order. A piece is moved when it is *ready*: an
-outgoing piece once its bytes are complete, an incoming one once there is a buffer for it. `move_all` moves whatever can
-be moved and sleeps only when no stream can go on, so that no rank ever blocks in a write to a peer that blocks in a
+outgoing piece once its bytes are complete, an incoming one once there is a buffer for it. `move_all` moves every piece
+that can move and sleeps only when no stream can continue, so that no rank blocks in a write to a peer that blocks in a
 write.
 """
 
@@ -15,12 +15,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 from andon.transport.base import ProtocolError
-from andon.transport.tcp.frames import LENGTH, payload_length
+from andon.transport.tcp.frames import LENGTH, MAX_FRAME_BYTES, payload_length
 
+Cause = Literal["lost", "stalled", "protocol"]
+"""How a peer failed: it is gone, it makes no progress, or it broke the protocol."""
 TRIES: Final = 10
-"""How often to yield the core and try again before sleeping: the next piece is often a moment away."""
+"""How often to yield the core and try again before sleeping: the next piece often arrives within microseconds."""
 LOW_WATER_BYTES: Final = 1 << 19
-"""Wake up for no fewer bytes than these, unless fewer are missing: half of the cost of a small piece is the waking."""
+"""Wake up for no fewer bytes than these, unless fewer are missing: waking up is half of the cost of a small piece."""
 
 
 class Stream(ABC):
@@ -43,7 +45,7 @@ class Stream(ABC):
         self._rest: memoryview | None = None
 
     def move(self) -> bool:
-        """Move what can be moved of the next piece without blocking; whether anything was moved."""
+        """Move as much of the next piece as possible without blocking; returns whether anything was moved."""
         rest = self._piece(self.done) if self._rest is None else self._rest
         try:
             count = self._transfer(rest) if rest else 0
@@ -63,17 +65,17 @@ class Stream(ABC):
         return True
 
     def prepare_to_wait(self) -> None:  # noqa: B027 (most streams have nothing to prepare)
-        """Called before sleeping until the peer lets this stream go on."""
+        """Called before sleeping until the peer lets this stream continue."""
 
     @abstractmethod
     def _transfer(self, data: memoryview) -> int:
-        """Send or receive without blocking; the number of bytes."""
+        """Send or receive without blocking; returns the number of bytes."""
 
 
 class StreamFailed(Exception):
-    """A stream cannot go on: the connection was lost, the peer stalled, or it broke the protocol."""
+    """A stream cannot continue: the connection was lost, the peer stalled, or it broke the protocol."""
 
-    def __init__(self, stream: Stream, cause: Literal["lost", "stalled", "protocol"], detail: str) -> None:
+    def __init__(self, stream: Stream, cause: Cause, detail: str) -> None:
         super().__init__(detail)
         self.stream, self.cause, self.detail = stream, cause, detail
 
@@ -101,8 +103,8 @@ class Incoming(Stream):
 
 
 class MessageReader(Incoming):
-    """An incoming stream that is read by a generator, which yields the buffer for the next bytes, ends when it has read
-    enough, and raises `ProtocolError` for what it does not accept."""
+    """An incoming stream that is read by a generator, which yields the buffer for the next bytes, returns when it has
+    read enough, and raises `ProtocolError` for bytes that it does not accept."""
 
     def __init__(self, sock: socket.socket, peer: int, buffers: Iterator[memoryview]) -> None:
         super().__init__(sock, peer, 1, lambda index: self._next, self._filled)
@@ -119,7 +121,7 @@ class MessageReader(Incoming):
             raise StreamFailed(self, "protocol", str(error)) from error
 
 
-def read_frame(limit: int) -> Generator[memoryview, None, bytearray]:
+def read_frame(limit: int = MAX_FRAME_BYTES) -> Generator[memoryview, None, bytearray]:
     """For a `MessageReader`: reads one frame of at most `limit` bytes and returns its payload."""
     prefix = bytearray(LENGTH.size)
     yield memoryview(prefix)
@@ -162,6 +164,6 @@ def _sleep(poll: select.poll, waiting: Mapping[Stream, float], timeout: float) -
     longest = min(waiting, key=waiting.__getitem__)
     left = waiting[longest] + timeout - time.monotonic()
     if not poll.poll(max(0.0, left) * 1000) and waiting[longest] + timeout <= time.monotonic():
-        raise StreamFailed(longest, "stalled", "no progress")
+        raise StreamFailed(longest, "stalled", "")
     for descriptor in events:
         poll.unregister(descriptor)

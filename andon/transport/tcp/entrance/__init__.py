@@ -1,1 +1,1 @@
-"""Who may connect: authentication, TLS, and limits for connections that have proved nothing yet."""
+"""Which peers may connect: authentication, TLS, and limits for connections that have proved nothing yet."""

@@ -1,13 +1,13 @@
-"""Mutual authentication: before anything else is said, two peers prove to each other that they know a key.
+"""Mutual authentication: before any other message, two peers prove to each other that they know a key.
 
     acceptor   challenge  "prove that you know the key; this is my nonce"
     connector  hello      "I am this rank, for this channel; my nonce and my proof"
     acceptor   accepted   "my proof"
 
-A proof is an HMAC-SHA256 with the key over the prover's role, both nonces and what the hello says. The nonces are
-fresh, so a recorded handshake is worth nothing; the roles differ, so a proof cannot be sent back to the peer that made
-it. The key never travels. On control links it is the run's token; each link between two ranks has a key of its own
-(`andon.transport.keys`), so that no rank can pass for another one.
+A proof is an HMAC-SHA256 with the key over the prover's role, both nonces and the fields of the hello. The nonces are
+fresh, so a recorded handshake is worthless; the roles differ, so a proof cannot be sent back to the peer that made it.
+The key is never sent. On control links it is the run's token; each link between two ranks has a separate key
+(`andon.transport.keys`), so that no rank can impersonate another.
 """
 
 import hmac
@@ -23,10 +23,11 @@ from andon.transport.base import GroupError, ProtocolError
 from andon.transport.tcp.frames import LENGTH, Accepted, Challenge, Hello, decode, frame, payload_length
 from andon.transport.tcp.stream import read_frame
 
-LONGEST_FRAME: Final = 1 << 10
-"""Bytes that a peer may announce before it has proved anything."""
+MAX_HANDSHAKE_BYTES: Final = 1 << 10
+"""The longest frame that a peer may send before it has authenticated."""
 HANDSHAKE_SECONDS: Final = 10.0
 """How long a handshake may take, from the first byte to the last."""
+NOT_ANDON: Final = "the process that listens there is not part of an Andon run"
 
 
 class NotAuthenticated(GroupError):
@@ -34,20 +35,20 @@ class NotAuthenticated(GroupError):
 
 
 class Refused(NotAuthenticated):
-    """A peer has closed the connection instead of an answer: it refused the proof, or knows no more room."""
+    """A peer closed the connection instead of answering: it refused the proof, or has too many connections."""
 
 
 def prove(key: bytes, role: str, challenge: str, hello: Hello) -> str:
     """The proof of one side of a handshake."""
-    said = [role, challenge, hello.nonce, hello.rank, hello.world_size, hello.generation, hello.channel]
-    return hmac.digest(key, json.dumps(said).encode(), "sha256").hex()
+    fields = [role, challenge, hello.nonce, hello.rank, hello.world_size, hello.generation, hello.channel]
+    return hmac.digest(key, json.dumps(fields).encode(), "sha256").hex()
 
 
 def authenticate(sock: socket.socket, key_of: Callable[[Hello], bytes]) -> Generator[memoryview, None, Hello]:
-    """The acceptor's side, for a `MessageReader`: challenges a new connection and gives its hello."""
+    """The acceptor's side, for a `MessageReader`: challenge a new connection and return its hello."""
     challenge = secrets.token_hex(32)
     _send_small(sock, frame(Challenge(challenge)))
-    hello = decode((yield from read_frame(LONGEST_FRAME)))
+    hello = decode((yield from read_frame(MAX_HANDSHAKE_BYTES)))
     if not isinstance(hello, Hello):
         raise ProtocolError("it did not introduce itself")
     key = key_of(hello)
@@ -58,29 +59,29 @@ def authenticate(sock: socket.socket, key_of: Callable[[Hello], bytes]) -> Gener
 
 
 def introduce(sock: socket.socket, hello: Hello, key: bytes, seconds: float = HANDSHAKE_SECONDS) -> None:
-    """The connector's side, on a blocking socket: introduce this process, and check who answers."""
+    """The connector's side, on a blocking socket: introduce this process, and authenticate the acceptor."""
     until = time.monotonic() + min(seconds, HANDSHAKE_SECONDS)
     challenge = _receive(sock, until)
     if not isinstance(challenge, Challenge):
-        raise NotAuthenticated("whoever listens there is not part of an Andon run")
+        raise NotAuthenticated(NOT_ANDON)
     hello = replace(hello, nonce=secrets.token_hex(32))
     _set_time_left(sock, until)
     sock.sendall(frame(replace(hello, proof=prove(key, "connector", challenge.nonce, hello))))
     try:
         accepted = _receive(sock, until)
     except ConnectionError:
-        raise Refused("it refused this process: their tokens differ") from None
+        raise Refused("the peer refused this process: their tokens differ") from None
     expected = prove(key, "acceptor", challenge.nonce, hello)
     if not isinstance(accepted, Accepted) or not hmac.compare_digest(accepted.proof.encode(), expected.encode()):
-        raise NotAuthenticated("whoever listens there does not know the run's token")
+        raise NotAuthenticated("the process that listens there does not know the run's token")
 
 
 def _receive(sock: socket.socket, until: float) -> object:
     try:
-        length = payload_length(_exactly(sock, LENGTH.size, until), LONGEST_FRAME)
+        length = payload_length(_exactly(sock, LENGTH.size, until), MAX_HANDSHAKE_BYTES)
         return decode(_exactly(sock, length, until))
     except ProtocolError:
-        raise NotAuthenticated("whoever listens there is not part of an Andon run") from None
+        raise NotAuthenticated(NOT_ANDON) from None
 
 
 def _exactly(sock: socket.socket, count: int, until: float) -> bytes:
@@ -101,6 +102,6 @@ def _set_time_left(sock: socket.socket, until: float) -> None:
 
 
 def _send_small(sock: socket.socket, data: bytes) -> None:
-    """Send without blocking: a new connection has room for a few hundred bytes."""
+    """Send without blocking: the buffer of a new connection holds a few hundred bytes."""
     if sock.send(data) != len(data):
-        raise ProtocolError("it does not read")
+        raise ProtocolError("it does not read what it is sent")

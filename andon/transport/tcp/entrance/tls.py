@@ -1,8 +1,8 @@
-"""TLS: the same connections, read by nobody else.
+"""TLS encrypts the connections.
 
-Each process shows a certificate (`cert`, `key`) where it accepts connections, and checks that of its peer against
-`ca`. Host names are not compared: workers are known by addresses, and prove who they are with the run's token
-(`andon.transport.tcp.entrance.handshake`).
+A process presents its certificate (`cert`, `key`) and checks that of its peer against `ca`. One that accepts
+connections must have a certificate, one that connects must have `ca`. Host names are not compared: workers are known by
+addresses, and authenticate with the run's token (`andon.transport.tcp.entrance.handshake`).
 """
 
 import socket
@@ -21,41 +21,42 @@ T = TypeVar("T")
 class TlsSocket(ssl.SSLSocket):
     """A TLS connection that streams use like a plain, non-blocking one, from any thread."""
 
-    def _quietly(self, work: Callable[[], T]) -> T:
+    def _without_blocking(self, work: Callable[[], T]) -> T:
         try:
             # OpenSSL lets one thread at a time use a connection.
-            with self.__dict__.setdefault("turn", threading.Lock()):
+            with self.__dict__.setdefault("lock", threading.Lock()):
                 return work()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError(*error.args) from None
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Send without blocking; flags of the plain connection mean nothing here."""
-        return self._quietly(lambda: super(TlsSocket, self).send(data))
+        """Send without blocking; TLS has no flags."""
+        return self._without_blocking(lambda: super(TlsSocket, self).send(data))
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receive without blocking, first what `recv` has only looked at."""
-        if seen := self.__dict__.pop("seen", b""):
-            buffer[: len(seen)] = seen
-            return len(seen)
-        return self._quietly(lambda: super(TlsSocket, self).recv_into(buffer, nbytes))
+        """Receive without blocking, first the bytes that `recv` has peeked at."""
+        if peeked := self.__dict__.pop("peeked", b""):
+            buffer[: len(peeked)] = peeked
+            return len(peeked)
+        return self._without_blocking(lambda: super(TlsSocket, self).recv_into(buffer, nbytes))
 
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        """Receive without blocking; MSG_PEEK looks at one byte."""
-        seen: bytes = self.__dict__.pop("seen", b"") or self._quietly(lambda: super(TlsSocket, self).recv(buflen))
+        """Receive without blocking; MSG_PEEK keeps the bytes for the next call."""
+        peeked = self.__dict__.pop("peeked", b"")
+        data: bytes = peeked or self._without_blocking(lambda: super(TlsSocket, self).recv(buflen))
         if flags & socket.MSG_PEEK:
-            self.__dict__["seen"] = seen
-        return seen
+            self.__dict__["peeked"] = data
+        return data
 
     def setsockopt(self, *arguments: Any) -> None:
-        """TLS reads ahead, so how many bytes are left in the kernel says nothing about a message."""
+        """Set an option other than SO_RCVLOWAT: TLS reads ahead, so the bytes left in the kernel are no measure."""
         if arguments[:2] != (socket.SOL_SOCKET, socket.SO_RCVLOWAT):
             super().setsockopt(*arguments)
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Files of a certificate, its key, and the authority that peers' certificates must come from."""
+    """Files of a certificate, its key, and the authority that must have signed peers' certificates."""
 
     cert: str = ""
     key: str = ""
@@ -75,11 +76,11 @@ class Tls:
         _ = self._accepting
 
     def accept(self, sock: socket.socket) -> ssl.SSLSocket:
-        """The accepting side of a new connection; its handshake is still to be done."""
+        """The accepting side of a new connection, before its handshake."""
         return self._accepting.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def connect(self, sock: socket.socket) -> ssl.SSLSocket:
-        """The connecting side of a new connection, with its handshake."""
+        """The connecting side of a new connection, after its handshake."""
         return self._connecting.wrap_socket(sock)
 
     @cached_property
@@ -88,7 +89,7 @@ class Tls:
             remedy = "Give --tls-cert and --tls-key"
             raise UserError("This process accepts connections and has no certificate", "TLS is on", remedy)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # nobody resumes, and a ticket would look like data
+        context.num_tickets = 0  # no session is resumed, and a ticket would look like data
         self._load(context)
         if self.ca:
             context.verify_mode = ssl.CERT_REQUIRED
