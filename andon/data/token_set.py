@@ -47,13 +47,13 @@ class TokenSet:
             return cls(folder, meta)
         except OSError as error:
             raise _damaged(folder, Path(error.filename or "").name, error.strerror or str(error)) from error
-        except UserError:
+        except UserError:  # it is a ValueError, too
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise _damaged(folder, "meta.json", f"its content is not valid: {error!r}") from error
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
+        """The tokenizer that the tokens were made with."""
         return Tokenizer.load(self.folder)
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
@@ -69,7 +69,7 @@ class TokenSet:
         return out
 
     def verify(self) -> None:
-        """Compare the digest of every file with meta.json."""
+        """Compare the digest of every file with the one in meta.json."""
         for shard in self.meta["shards"]:
             if digest(self.folder / shard["name"]) != shard["blake3"]:
                 raise _damaged(self.folder, shard["name"], "its BLAKE3 is not the one in meta.json")

@@ -1,4 +1,4 @@
-"""What the launcher does before the workers start: look at the model, tokenize the samples, show the plan."""
+"""The launcher's work before the workers start: check the model, tokenize the samples, show the plan."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ def settle(config: FinetuneConfig, console: Console) -> FinetuneConfig:
         cause = f"There are {len(samples)} samples"
         raise UserError("There is nothing to train on", cause, "Give more samples, or --data.validation 0")
     if cut := samples.meta["cut"]:
-        console.print(
-            f"{cut:,} samples were longer than {samples.meta['context']:,} tokens and are cut", style="yellow"
-        )
-    update = {"steps": steps_of(config, samples), "context": samples.meta["context"]}
-    train = config.train.model_copy(update=update)
+        longest = samples.meta["context"]
+        console.print(f"{cut:,} samples were longer than {longest:,} tokens and are cut", style="yellow")
+    train = config.train.model_copy(update={"steps": steps_of(config, samples), "context": samples.meta["context"]})
     return config.model_copy(update={"train": train, "model": str(base.folder)})
 
 
 def sizes_of(config: FinetuneConfig) -> Sizes:
-    """The sizes of a settled run; torch is needed from here on."""
+    """The sizes of a run whose steps are known; this imports torch."""
     from andon.finetune.size import Sizes
 
     base = Base(config.model)
@@ -46,7 +44,7 @@ def sizes_of(config: FinetuneConfig) -> Sizes:
 
 
 def show_plan(console: Console, config: FinetuneConfig) -> None:
-    """Print the plan of a run whose steps are settled."""
+    """Print the plan of a run whose steps are known."""
     base = Base(config.model)
     samples, train, lora = prepare_samples(config, base), config.train, config.lora
     held_out = SampleBatches(samples, config).held_out
