@@ -182,7 +182,7 @@ def test_a_template_that_wants_more_than_a_prompt_says_so(place: Path, tmp_path:
     template = "{{ raise_exception('a system message comes first\\nalways') }}"
     (tmp_path / "chat" / "chat_template.jinja").write_text(template)
     (tmp_path / "chat" / "state.json").write_text('{"columns": "messages"}')
-    with pytest.raises(UserError, match=r"a message of the user alone\na system message comes first\nUse it"):
+    with pytest.raises(UserError, match=r"a single message of the user\na system message comes first\nUse it"):
         generate(tmp_path / "chat", "hello", count=1, length=2, temperature=0.0, seed=1)
 
 

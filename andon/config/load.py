@@ -117,7 +117,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _explain(error: ValidationError, schema: type[RunSettings]) -> UserError:
-    """Turn pydantic's first error into key, value and what is allowed."""
+    """Turn pydantic's first error into one that names the key, the value and the allowed values."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     if first["type"] == "extra_forbidden":

@@ -101,7 +101,7 @@ class RunSettings(Section):
 
     @property
     def model_name(self) -> str:
-        """What is trained: a preset, or the folder of a model."""
+        """The model to train: a preset, or a folder."""
         return str(self.model)
 
     @property

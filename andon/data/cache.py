@@ -43,7 +43,7 @@ D = TypeVar("D", bound=Prepared)
 def find_or_build(
     cache: Path, files: Sequence[Path], prefix: str, key: Callable[[Path], list[Any]], build: Callable[[Path], None]
 ) -> Path:
-    """The folder of the cache that is named by a prefix and the digest of `key`; `build` fills it if it is missing."""
+    """Find the folder of the cache named by a prefix and the digest of `key`; `build` fills it if it is missing."""
     with _writing(expand(cache).absolute()) as cache:
         stamps = [stamp(file) for file in files]
         folder = cache / f"{prefix}{blake3(json.dumps(key(cache)).encode()).hexdigest(length=16)}"
@@ -88,6 +88,11 @@ def receive(cache: Path, digest: str, fill: Callable[[Path], object], open_folde
     return open_folder(folder)
 
 
+def damaged(folder: Path, cause: str, file: str = "") -> UserError:
+    """The error for a damaged folder of the cache, or a file in it."""
+    return UserError(f"{folder / file} is damaged", cause, f"rm -r {folder}, then start again: it will be built again")
+
+
 @contextmanager
 def _writing(cache: Path) -> Iterator[Path]:
     """Create a cache and remove leftovers of interrupted builds; an error on the way names the cache."""
@@ -128,7 +133,7 @@ def _remove_stale(cache: Path) -> None:
     """Remove the temporary folders of interrupted builds."""
     for folder in cache.glob(".tmp-*-*-*"):
         _, machine, pid, _ = folder.name.split("-")
-        # Whether a process on another machine is alive shows only in what it writes.
+        # Whether a process on another machine is alive can only be seen from its writes.
         stale = not _alive(int(pid)) if machine == _machine() else _untouched(folder) > DAY
         if stale:
             shutil.rmtree(folder, ignore_errors=True)

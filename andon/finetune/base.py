@@ -17,7 +17,7 @@ from andon.finetune.samples.rows import Columns
 POSITION_FIELDS: Final = ("max_position_embeddings", "n_positions", "n_ctx")
 CAUSAL_LM: Final = ("ForCausalLM", "LMHeadModel")
 CLASSIFIER: Final = "ForSequenceClassification"
-"""How the architectures of classifiers end; those of causal language models end as above."""
+"""How the names of architectures end: those of causal language models, and of classifiers."""
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken", "tekken.json")
 """A tokenizer has at least one of these files; without any, the library would create an empty tokenizer."""
 UNLIMITED: Final = 1 << 40

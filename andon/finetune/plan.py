@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from andon.config.finetune import FinetuneConfig
 from andon.errors import UserError
 from andon.finetune.base import Base
-from andon.finetune.samples.sample_set import SampleBatches, SampleSet, steps_of
+from andon.finetune.samples.sample_set import SampleBatches, steps_of
 from andon.finetune.samples.tokenize import prepare_samples
 from andon.run.plan import cost_of_a_loss
 
@@ -53,7 +53,9 @@ def show_plan(console: Console, config: FinetuneConfig) -> None:
     targets = ", ".join(lora.targets) or "every linear layer but the last"
     adapters = f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {targets}" if lora.rank else "all weights"
     table.add_row("trained", escape(adapters))
-    table.add_row("data", escape(f"{', '.join(config.data.files)} · {_describe(samples)}, {held_out:,} held out"))
+    kinds = f"{len(samples.labels)} classes" if samples.labels else samples.columns
+    data = f"{', '.join(config.data.files)} · {len(samples):,} samples, {kinds}, {held_out:,} held out"
+    table.add_row("data", escape(data))
     batch = f"{train.slots} slots × {train.micro_batch} samples, up to {train.context} tokens each"
     table.add_row("step", f"{train.slots * train.micro_batch:,} samples = {batch}")
     table.add_row("run", f"{train.steps:,} steps · seed {config.seed}")
@@ -63,8 +65,3 @@ def show_plan(console: Console, config: FinetuneConfig) -> None:
     table.add_row("folder", escape(str(config.run.dir)))
     panel = Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False)
     console.print(panel if console.is_terminal else table)
-
-
-def _describe(samples: SampleSet) -> str:
-    kinds = f"{len(samples.labels)} classes" if samples.labels else samples.columns
-    return f"{len(samples):,} samples, {kinds}"

@@ -16,8 +16,8 @@ from blake3 import blake3
 
 from andon.config.finetune import FinetuneConfig, Task
 from andon.data.batches import NO_TARGET, Batch, Windows
+from andon.data.cache import damaged
 from andon.data.sources import digest as file_digest
-from andon.errors import UserError
 from andon.finetune.samples.rows import Columns
 
 FORMAT: Final = 1
@@ -50,7 +50,7 @@ class SampleSet:
                 raise ValueError("meta.json is not that of samples in this version's format")
             return cls(folder, meta)
         except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
-            raise _damaged(folder, str(error)) from None
+            raise damaged(folder, str(error)) from None
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -93,10 +93,10 @@ class SampleSet:
     def verify(self) -> None:
         """Compare the digests of all arrays and of meta.json with the recorded ones."""
         if digest_of(self.meta) != self.digest:
-            raise _damaged(self.folder, "the fields of meta.json do not have the digest in it")
+            raise damaged(self.folder, "the fields of meta.json do not have the digest in it")
         for name in ARRAYS:
             if file_digest(array_file(self.folder, name)) != self.meta["arrays"][name]:
-                raise _damaged(self.folder, f"the BLAKE3 of {name} is not the one in meta.json")
+                raise damaged(self.folder, f"the BLAKE3 of {name} is not the one in meta.json")
 
 
 class SampleBatches(Windows):
@@ -150,7 +150,3 @@ def digest_of(meta: Mapping[str, Any]) -> str:
 def array_file(folder: Path, name: str) -> Path:
     """The file of an array."""
     return folder / f"samples-{name}.npy"
-
-
-def _damaged(folder: Path, cause: str) -> UserError:
-    return UserError(f"{folder} is damaged", cause, f"rm -r {folder}, then start again: it will be built again")
