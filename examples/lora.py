@@ -1,4 +1,4 @@
-"""A frozen network with LoRA adapters learns a shifted task under one of torch's learning-rate schedulers.
+"""LoRA adapters on a frozen network learn a random linear map, with one of torch's learning-rate schedulers.
 
 Only the adapters are trained, exchanged and saved; the frozen weights must be the same on every worker.
 

@@ -1,7 +1,7 @@
-"""Save every ten steps and go on from the newest good checkpoint, after a Ctrl-C, a kill -9 or with other workers.
+"""Save every ten steps, and resume from the newest good checkpoint after a Ctrl-C or kill -9, with any worker count.
 
 andon run --workers 2 examples/resume.py runs/mine
-andon run --workers 3 examples/resume.py runs/mine     goes on where the first one was stopped
+andon run --workers 3 examples/resume.py runs/mine     continues where the first run stopped
 """
 
 import sys
@@ -23,7 +23,7 @@ optimizer = andon.AdamW(model, lr=3e-3)
 scheduler = CosineAnnealingLR(optimizer, T_max=steps)
 start = andon.load(folder, model, optimizer, scheduler)
 if group.rank == 0 and start:
-    print(f"going on with step {start}", flush=True)
+    print(f"continuing with step {start}", flush=True)
 for step in range(start, steps):
     for _ in model.slots:
         x = torch.randn(32, 64)

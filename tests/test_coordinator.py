@@ -35,7 +35,8 @@ from andon.control.stragglers import Stragglers
 from andon.control.token import Credentials, token_of_run
 from andon.control.worker import client as client_module
 from andon.control.worker.join import join
-from andon.data.build import Corpus, find, prepare, receive
+from andon.data.build import Corpus, prepare
+from andon.data.cache import find, receive
 from andon.data.token_set import TokenSet
 from andon.errors import UserError
 from andon.finetune.base import Base

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andon.data.build import Corpus, prepare
-from andon.data.sources import PIECE_BYTES, Counts, Document, documents, find_files
+from andon.data.sources import PIECE_BYTES, Counts, Piece, documents, find_files
 from andon.data.stories import stories
 from andon.data.token_set import TokenSet
 from andon.data.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ from andon.errors import UserError
 END = 256
 
 
-def read(*paths: Path | str) -> tuple[list[Document], Counts]:
+def read(*paths: Path | str) -> tuple[list[Piece], Counts]:
     counts = Counts()
     return list(documents(find_files([str(path) for path in paths]), counts)), counts
 
@@ -156,6 +156,8 @@ def test_invalid_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "x\xffy"}\n{"text": "\\ud800"}')
     assert texts(tmp_path) == ["good \ufffd bad \ufffd \ufffd", "x\ufffdy", "\ufffd\ufffd\ufffd"]
     assert read(tmp_path)[1].replaced == 2 + 1 + 3
+    (tmp_path / "c.json").write_bytes(b'[{"text": "x\xffy"}, "\xff"]')
+    assert read(tmp_path / "c.json")[1].replaced == 2
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"txt": "a"}', '{"text": null}', '"text"', "[" * 100_000])
@@ -321,7 +323,7 @@ def test_a_text_that_grows_meanwhile_is_an_error(tmp_path: Path) -> None:
         if phase == "tokenizing":
             file.write_text("one and two")
 
-    with pytest.raises(UserError, match="changed while it was being tokenized"):
+    with pytest.raises(UserError, match="changed while they were being tokenized"):
         prepare(in_bytes(file), tmp_path / "cache", grow)
     assert prepare(in_bytes(file), tmp_path / "cache").token_count == 12
 
@@ -346,7 +348,10 @@ def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
         TokenSet.open(made.folder).verify()
 
 
-@pytest.mark.parametrize("meta", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "shards": 3}'])
+EMPTY = '{"format": 1, "dtype": "<u2", "vocab_size": 1, "tokens": 0, "bytes": 0, "digest": "", "shards": []}'
+
+
+@pytest.mark.parametrize("meta", ["", "[]", "{}", "[" * 99_999, '{"format": 99}', '{"format": 1, "shards": 3}', EMPTY])
 def test_a_spoiled_meta_is_named(folder: Path, tmp_path: Path, meta: str) -> None:
     made = prepare(in_bytes(folder), tmp_path)
     (made.folder / "meta.json").write_text(meta)

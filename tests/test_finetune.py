@@ -116,7 +116,7 @@ def test_the_padding_of_a_batch_changes_nothing(place: Path, tmp_path: Path, fam
     with torch.no_grad():
         for chosen in (numbers, *([number] for number in numbers)):
             x, y = (torch.from_numpy(each) for each in run.batches.stack(chosen))
-            losses.append(run.learning.judge(x, y)[0].item())
+            losses.append(run.scorer.score(x, y)[0].item())
     run.trainer.close()
     assert len({len(run.samples.tokens(number)) for number in numbers}) > 1
     assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-5)
@@ -133,7 +133,7 @@ def test_the_padding_of_a_classifier_is_what_its_model_knows_as_such(place: Path
         losses = []
         for chosen in (numbers, *([number] for number in numbers)):
             x, y = (torch.from_numpy(each) for each in run.batches.stack(chosen))
-            losses.append(run.learning.judge(x, y)[0].item())
+            losses.append(run.scorer.score(x, y)[0].item())
         run.trainer.close()
         assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-5)
 
@@ -182,7 +182,7 @@ def test_a_template_that_wants_more_than_a_prompt_says_so(place: Path, tmp_path:
     template = "{{ raise_exception('a system message comes first\\nalways') }}"
     (tmp_path / "chat" / "chat_template.jinja").write_text(template)
     (tmp_path / "chat" / "state.json").write_text('{"columns": "messages"}')
-    with pytest.raises(UserError, match=r"a message of the user alone\na system message comes first\nUse it"):
+    with pytest.raises(UserError, match=r"a single message of the user\na system message comes first\nUse it"):
         generate(tmp_path / "chat", "hello", count=1, length=2, temperature=0.0, seed=1)
 
 

@@ -127,6 +127,9 @@ def test_samples_come_from_the_cache_until_the_data_or_the_tokenizer_changes(mod
     array.write_bytes(array.read_bytes()[:-1] + b"!")
     with pytest.raises(UserError, match="is damaged"):
         samples_of(models / "llama", data)
+    array.write_bytes(b"")
+    with pytest.raises(UserError, match="is damaged"):
+        samples_of(models / "llama", data)
     shutil.rmtree(one.folder)
     meta = samples_of(models / "llama", data).folder / "meta.json"
     meta.write_text(meta.read_text().replace(one.labels[0], "changed"))
@@ -143,7 +146,7 @@ PROMPT: Mapping[str, Any] = {"prompt": "a", "completion": "b"}
     [
         ("llama", [*GOOD[:4], {"text": "x"}, *GOOD], 5, "`label` is missing"),
         ("llama", [*GOOD[:9], {"text": "x", "label": 7}, *GOOD], 10, "no training sample has the label '7'"),
-        ("llama", [*GOOD[:2], {"text": "x", "label": 0.5}, *GOOD], 3, "`label` is no class"),
+        ("llama", [*GOOD[:2], {"text": "x", "label": 0.5}, *GOOD], 3, "`label` is not a class"),
         ("llama", [*GOOD[:9], {"text": "x", "label": "--7"}, *GOOD], 10, "no training sample has the label '--7'"),
         ("llama", [*GOOD[:2], {"text": 7, "label": 1}, *GOOD], 3, "`text` is not text"),
         ("llama", [*GOOD[:2], {"text": "", "label": 1}, *GOOD], 3, "the text is empty"),
@@ -154,7 +157,7 @@ PROMPT: Mapping[str, Any] = {"prompt": "a", "completion": "b"}
         ("llama", [{"messages": [{"role": "user", "content": "x"}]}], 1, "messages need a chat template"),
         ("chat", [{"messages": [{"role": "user", "content": "x"}]}], 1, "the answer is empty"),
         ("chat", [{"messages": [{"role": "assistant", "content": ""}]}], 1, "the answer is empty"),
-        ("chat", [{"messages": "hello"}], 1, "`messages` is no list of messages"),
+        ("chat", [{"messages": "hello"}], 1, "`messages` is not a list of messages"),
         ("chat", [{"messages": [{"role": "user"}]}], 1, "message 1 has no role and content"),
     ],
 )
@@ -226,7 +229,7 @@ def name_classes(model: Path, *names: str) -> None:
         (_small_vocabulary, "The tokenizer of"),
         (_empty, "There are no samples in"),
         (_one_class, "All samples have the label 'x'"),
-        (_sorter, "writes no answers"),
+        (_sorter, "cannot write answers"),
         (_classes_of_the_model, "line 2: the model has no class '2'"),
     ],
 )

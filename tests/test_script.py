@@ -57,7 +57,7 @@ def test_ctrl_c_saves_and_exits_with_4_and_other_workers_go_on_to_the_undisturbe
         return
     assert process.returncode == 4 and "which is saved in" in output, output
     again = run(tmp_path, 3, "resume.py", "run", "60")
-    assert "going on with step" in again
+    assert "continuing with step" in again
     assert digest(again) == whole
 
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from andon.data import stories
-from andon.data.stories import PLOTS, Plot, Template, compile_plot, explain, is_valid, story
+from andon.data.stories import PLOTS, Plot, Template, compile_plot, is_valid, story
 from andon.data.story_words import CAST, FOLLOWERS, LOCAL
 
 STORY = (
@@ -65,7 +65,7 @@ def test_random_access_equals_iteration() -> None:
 
 
 def test_every_generated_story_is_valid() -> None:
-    assert {explain(text) for text in stories.stories(11, 2000)} == {None}
+    assert all(map(is_valid, stories.stories(11, 2000)))
 
 
 @unhurried
@@ -79,35 +79,27 @@ def test_a_story_is_one_line_of_60_to_110_words_in_plain_ascii(seed: int, index:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "reason"),
+    ("old", "new"),
     [
-        ("she took", "he took", "the hero is Mia but the story says 'he' in sentence 2"),
-        ("kind girl", "kind boy", "the hero is Mia but the story says 'boy' in sentence 1"),
-        ("Mia felt", "Zoe felt", "the hero is Mia but the story says 'Zoe' in sentence 5"),
-        ("the dog", "the cat", "the hero is Mia but the story says 'cat' in sentence 8"),
-        ("took Pip", "took Bo", "the hero is Mia but the story says 'Bo' in sentence 2"),
-        ("and Grandpa", "and Mom", "the hero is Mia but the story says 'Mom' in sentence 7"),
-        ("fixed the red", "fixed the blue", "the colour is red but the story says 'blue' in sentence 7"),
-        ("around the car", "around the kite", "the colour is red but the story says 'kite' in sentence 8"),
-        ("Mia was a", "Max was a", "no story opens like this: 'Max was a kind girl who had a small dog named"),
-        ("sunny", "snowy", "sentence 2 does not belong here: 'One snowy morning, she took Pip to the park.'"),
-        (" That night, Mia and Pip fell asleep with a smile.", "", "the story stops after sentence 8"),
-        ("a smile.", "a smile. The end.", "the story goes on after its ending"),
+        *[("she took", "he took"), ("kind girl", "kind boy"), ("Mia felt", "Zoe felt"), ("the dog", "the cat")],
+        *[("took Pip", "took Bo"), ("and Grandpa", "and Mom"), ("fixed the red", "fixed the blue")],
+        *[("around the car", "around the kite"), ("Mia was a", "Max was a"), ("sunny", "snowy")],
+        *[(" That night, Mia and Pip fell asleep with a smile.", ""), ("a smile.", "a smile. The end.")],
     ],
 )
-def test_a_broken_story_is_refused_with_its_reason(old: str, new: str, reason: str) -> None:
+def test_a_broken_story_is_refused(old: str, new: str) -> None:
     assert is_valid(STORY)
     assert STORY.count(old) == 1
-    assert (explain(STORY.replace(old, new)) or "").startswith(reason)
+    assert not is_valid(STORY.replace(old, new))
 
 
 @pytest.mark.parametrize("text", ["", " ", ".", " " + STORY, STORY + " ", STORY + "\n", STORY[:-1], STORY.lower()])
 def test_nothing_near_a_story_is_one(text: str) -> None:
-    assert explain(text)
+    assert not is_valid(text)
 
 
 def test_no_beginning_of_a_story_is_one() -> None:
-    assert all(explain(STORY[:end]) for end in range(len(STORY)))
+    assert not any(is_valid(STORY[:end]) for end in range(len(STORY)))
 
 
 @unhurried
@@ -115,11 +107,11 @@ def test_no_beginning_of_a_story_is_one() -> None:
 def test_a_story_with_a_sentence_dropped_doubled_or_swapped_is_refused(seed: int, index: int) -> None:
     parts = re.split(r"(?<=\.) ", story(seed, index))
     for at in range(len(parts)):
-        assert explain(" ".join(parts[:at] + parts[at + 1 :]))
-        assert explain(" ".join(parts[: at + 1] + parts[at:]))
+        assert not is_valid(" ".join(parts[:at] + parts[at + 1 :]))
+        assert not is_valid(" ".join(parts[: at + 1] + parts[at:]))
     for at in range(len(parts) - 1):
         swapped = [*parts[:at], parts[at + 1], parts[at], *parts[at + 2 :]]
-        assert explain(" ".join(swapped))
+        assert not is_valid(" ".join(swapped))
 
 
 @unhurried
@@ -132,21 +124,20 @@ def test_one_word_of_the_cast_replaced_in_one_place_is_refused(seed: int, index:
     assume(word.group() not in CAST["colour"] or text.count(word.group()) > 1)
     others = {other for family in families if word.group() in family for other in family} - {word.group()}
     other = data.draw(st.sampled_from(sorted(others)))
-    assert explain(text[: word.start()] + other + text[word.end() :])
+    assert not is_valid(text[: word.start()] + other + text[word.end() :])
 
 
 @unhurried
 @given(st.text(max_size=300))
-def test_any_text_gets_one_short_line(text: str) -> None:
-    reason = explain(text)
-    assert reason and reason.isprintable() and len(reason) < 400
+def test_no_other_text_is_a_story(text: str) -> None:
+    assert not is_valid(text)
 
 
 @pytest.mark.parametrize("unit", ["a", ".", " ", ". ", "Mia ", "Mia was a kind girl. ", '"', STORY + " "])
 def test_ten_kilobytes_of_garbage_are_refused_quickly(unit: str) -> None:
     garbage = (unit * 10_000)[:10_000]
     start = time.process_time()
-    assert explain(garbage)
+    assert not is_valid(garbage)
     assert time.process_time() - start < 0.1
 
 
@@ -197,7 +188,7 @@ def test_entropy_equals_that_of_a_small_grammar_told_in_full(monkeypatch: pytest
         shared * len(LOCAL["happy"]),
         len(CAST["hero"]) * len(LOCAL["dark"]) * len(LOCAL["time"]) * 2 * len(LOCAL["softly"]),
     )
-    counts = Counter(stories.tell(number) for number in range(total))
+    counts = Counter(stories.compose(number) for number in range(total))
     exact = -sum(count / total * log(count / total) for count in counts.values())
     assert stories.entropy.__wrapped__() == pytest.approx(exact, abs=1e-9)
 
@@ -207,7 +198,7 @@ def test_entropy_equals_the_mean_surprise_of_many_stories() -> None:
 
     def surprise(text: str) -> float:
         parts = sentences_of(text)
-        plot = next(plot for plot in PLOTS if stories.compare(plot, re.split(r"(?<=\.) ", text))[1] is None)
+        plot = next(plot for plot in PLOTS if stories.follows(plot, re.split(r"(?<=\.) ", text)))
         total = log(len(PLOTS)) + sum(log(len(CAST[slot])) for slot in plot.cast)
         for part, ways in zip(parts, plot.sentences, strict=True):
             (way,) = [way for way in ways if stories.match(way, part.strip().split(" "))]

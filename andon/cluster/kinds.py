@@ -15,7 +15,7 @@ from andon.config.finetune import FinetuneConfig
 from andon.config.load import is_finetuning
 from andon.config.schema import Config, RunSettings
 from andon.data.batches import Windows
-from andon.data.build import Prepared
+from andon.data.cache import Prepared
 from andon.data.token_set import TokenSet
 from andon.run.plan import Plan, make_plan
 from andon.run.prepare import build_batches, prepare_tokens

@@ -9,7 +9,7 @@ import torch
 
 from andon.cluster.kinds import builder_of
 from andon.config.schema import RunSettings
-from andon.data.build import Prepared
+from andon.data.cache import Prepared
 from andon.engine.membership import Membership
 from andon.engine.optimizer import Optimizer
 from andon.engine.trainer import Trainer

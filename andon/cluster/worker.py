@@ -24,7 +24,7 @@ from andon.control.token import token_of_worker
 from andon.control.worker.client import CoordinatorClient
 from andon.control.worker.exit import log
 from andon.control.worker.join import join
-from andon.data.build import Prepared, find, open_sound, receive
+from andon.data.cache import Prepared, find, open_sound, receive
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.numerics import choose_kernels
 from andon.run.records.events import event

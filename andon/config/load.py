@@ -1,4 +1,4 @@
-"""Reading a configuration: presets, then a YAML file, then dotted overrides; later values win.
+"""Reads a configuration: presets, then a YAML file, then dotted overrides; later values win.
 
 An error names the key, the value and what is allowed.
 """
@@ -22,12 +22,12 @@ C = TypeVar("C", bound=RunSettings)
 
 
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of a YAML file and overrides with dotted keys, on top of the presets."""
+    """Read a YAML file and dotted overrides on top of the presets."""
     return build(read_yaml(path) if path else {}, overrides or {})
 
 
 def load_run(path: Path) -> RunSettings:
-    """The configuration of a run of either kind, from its config.yaml."""
+    """Read the config.yaml of a run of either kind."""
     values = read_yaml(path)
     return validate(values, FinetuneConfig) if is_finetuning(values) else build(values, {})
 
@@ -38,12 +38,12 @@ def is_finetuning(values: Mapping[str, Any]) -> bool:
 
 
 def build(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """A configuration of `andon train` from nested values and dotted overrides, on top of the presets."""
+    """Build a configuration of `andon train` from nested values and dotted overrides, on top of the presets."""
     return validate(with_preset(merge(values, overrides, Config)), Config)
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any], schema: type[RunSettings]) -> dict[str, Any]:
-    """Nested values with dotted overrides."""
+    """Put dotted overrides into nested values."""
     nested: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for key, value in overrides.items():
         check_key(key, schema)
@@ -51,13 +51,13 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any], schema: type[
         target = nested.setdefault(section, {}) if section else nested
         if not isinstance(target, dict):
             what = f"{section} = {shown(target)} is not a section"
-            raise UserError(what, f"{key} was given too", "Remove one of them")
+            raise UserError(what, f"{key} is given too", "Remove one of them")
         target[name] = value
     return nested
 
 
 def validate(nested: Mapping[str, Any], schema: type[C]) -> C:
-    """The configuration that nested values describe; an error names the key."""
+    """Turn nested values into a checked configuration; an error names the key."""
     try:
         return schema.model_validate(nested)
     except ValidationError as error:
@@ -79,7 +79,7 @@ def keys(schema: type[RunSettings] = Config) -> dict[str, str]:
 
 
 def check_key(key: str, schema: type[RunSettings] = Config) -> None:
-    """Raise an error for a key that does not exist, with the most similar keys."""
+    """Raise an error for an unknown key; it suggests the most similar keys."""
     known = keys(schema)
     if key in known:
         return
@@ -99,7 +99,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(f"{path} cannot be read", str(error.strerror), "Check the path of the configuration") from None
-    except Exception as error:  # the library's readers of numbers, dates and tags raise nearly everything
+    except Exception as error:  # PyYAML's parsers of numbers, dates and tags raise many kinds of errors
         cause = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path} is not valid YAML", cause, "`andon config show` prints a valid file") from None
     if not isinstance(values, dict | None):
@@ -108,7 +108,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases: a few lines of them can stand for more values than there is memory."""
+    """A YAML loader that refuses aliases: a few lines of them can expand to more values than fit in memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -117,7 +117,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _explain(error: ValidationError, schema: type[RunSettings]) -> UserError:
-    """Pydantic's first error as key, value and what is allowed."""
+    """Turn pydantic's first error into one that names the key, the value and the allowed values."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     if first["type"] == "extra_forbidden":

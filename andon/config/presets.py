@@ -1,4 +1,4 @@
-"""Presets: what `model.preset` means: a shape (`andon.model.shape`) and defaults that train it well."""
+"""The presets of `model.preset`: each is a shape (`andon.model.shape`) and defaults that train it well."""
 
 from typing import Any, Final, get_args
 
@@ -23,31 +23,31 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 CONTINUED: Final = {"train": {"micro_batch": 4}, "optim": {"lr": 1e-4, "warmup": 100}}
-"""Defaults where weights were trained before."""
+"""Defaults for a model whose weights were trained before (`model.from`)."""
 LONGEST_CONTEXT: Final = 1024
-"""What such a model is trained with, unless told otherwise: many can read far more."""
+"""The largest default of `train.context` for such a model: many can read far more, which costs memory."""
 
 
 def with_preset(nested: dict[str, Any]) -> dict[str, Any]:
-    """Nested values with those of their preset where a key is not given."""
+    """Add the defaults of the preset, or of the model to continue from, for keys that are not given."""
     model = nested.get("model", {})
     preset = model.get("preset", "tiny") if isinstance(model, dict) else "tiny"
     if not isinstance(preset, str) or preset not in SHAPES:
         allowed = ", ".join(get_args(Preset))
         raise UserError(f"model.preset = {shown(preset)} is not a preset", f"Presets: {allowed}", "Choose one of these")
-    shape, own = SHAPES[preset], DEFAULTS[preset]
+    shape, tuned = SHAPES[preset], DEFAULTS[preset]
     sizes = [name for name in ModelConfig.model_fields if name not in ("preset", "source")]
     defaults: dict[str, Any] = {"train": {"context": shape.context}}
     result = dict(nested)
     if isinstance(model, dict) and isinstance(model.get("from"), str) and model["from"]:
         folder = expand(model["from"]).absolute()
         result["model"] = {**model, "from": str(folder)}
-        if not model.keys() >= set(sizes):  # what a run has resolved does not need the folder any more
+        if not model.keys() >= set(sizes):  # a resumed run has all sizes and does not need the folder any more
             shape = read_shape(folder)
-            own = CONTINUED if "preset" not in model else own
+            tuned = tuned if "preset" in model else CONTINUED
             defaults = {"train": {"context": min(shape.context, LONGEST_CONTEXT)}, "data": {"tokenizer": str(folder)}}
     defaults["model"] = {name: getattr(shape, name) for name in sizes}
-    for source in (own, defaults):
+    for source in (tuned, defaults):
         for section, values in source.items():
             given = result.get(section, {})
             if isinstance(given, dict):

@@ -1,7 +1,6 @@
-"""A whole configuration: its sections, and what is told to a run as a whole.
+"""A whole configuration: its sections, and the keys of a run as a whole.
 
-The global batch is `train.slots` × `train.micro_batch` × `train.context` tokens and does not depend on the number of
-workers.
+The global batch is `train.slots` × `train.micro_batch` × `train.context` tokens, for any number of workers.
 """
 
 from dataclasses import replace
@@ -33,33 +32,33 @@ from andon.transport.base import fastest_here
 
 
 class RunSettings(Section):
-    """What every kind of run is told: how long it trains, who computes, how they exchange, what is kept."""
+    """The keys that every kind of run has."""
 
     seed: int = Field(1, ge=0, lt=2**32)
-    """Seed of weights, data order and samples."""
+    """Seed of the first weights, the order of the data and all random numbers of the run."""
     numerics: Numerics = "portable"
     """CPU kernels: `portable` (AVX2) gives the same bits on every x86-64 CPU of one vendor, `compatible` on AMD
     and Intel alike, at about half the speed; `native` is the fastest."""
     probe: dict[str, str] = Field(default_factory=dict)
-    """Digests of small computations where the run was made, written by the run: another machine's bits are noticed."""
+    """Digests of small test computations. The run fills them in, to notice a machine that computes different bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes CUDA if there is a device, and otherwise the CPU with a note."""
+    """Where to compute; `auto` takes CUDA if there is a GPU, and else the CPU, with a note."""
     deterministic: bool = True
-    """On GPUs: the same bits every time; `false` allows faster kernels whose bits vary. All checks stay on."""
+    """On GPUs: use only kernels that give the same bits every time; `false` allows faster ones. All checks stay on."""
     workers: PositiveInt = 1
-    """Number of worker processes that are wanted."""
+    """Number of worker processes to train with."""
     min_workers: PositiveInt = 1
-    """Number of workers with which the run goes on when others are lost; with fewer it waits for new ones."""
+    """Smallest number of workers that continue when others are lost; fewer wait for new workers."""
     restarts: NonNegativeInt = 100
-    """How many lost workers `andon train` starts again, in all."""
+    """How many lost workers `andon train` replaces in the whole run; the limit ends a loop of crashes."""
     threads: int = Field(1, gt=0, le=1 << 12)
-    """Compute threads per worker."""
+    """CPU threads that each worker computes with."""
     on_nonfinite: Literal["halt", "skip"] = "halt"
-    """What to do about a gradient that is not finite: halt, or skip that step on every rank."""
+    """What to do when a loss or gradient is not finite: halt the run, or skip the step on every rank."""
     max_skips: PositiveInt = 3
-    """Number of skipped steps in a row that halt the run."""
+    """With `on_nonfinite: skip`, the number of bad steps in a row at which the run halts."""
     fault: tuple[str, ...] = ()
-    """Faults to inject, for drills: nan:rank=1,step=7 (see `andon drill --help`)."""
+    """Faults to inject for drills, such as nan:rank=1,step=7 (see `andon drill --help`)."""
     model: Section | str
     data: DataBase
     train: TrainBase
@@ -71,7 +70,7 @@ class RunSettings(Section):
     run: RunConfig = Field(default_factory=RunConfig)
 
     @validator(mode="after")
-    def _makes_sense(self) -> Self:
+    def _check_combinations(self) -> Self:
         for text in self.fault:
             parse_fault(text)
         if self.group.mixed and self.zero.replicas > 1:
@@ -82,20 +81,19 @@ class RunSettings(Section):
         if self.min_workers > self.workers:
             raise ValueError(f"min_workers = {self.min_workers} is more than workers = {self.workers}")
         if self.workers > self.train.slots:
-            raise ValueError(
-                f"{self.workers} workers need at least one slot each, but train.slots = {self.train.slots}"
-            )
+            slots = self.train.slots
+            raise ValueError(f"{self.workers} workers need at least one slot each, but train.slots = {slots}")
         return self
 
     def with_transport(self, auto: str) -> Self:
-        """The configuration with every `auto` resolved, except that of the device."""
+        """The configuration with every `auto` but the device's resolved; `auto` is the transport to take."""
         transport = auto if self.group.transport == "auto" else self.group.transport
         group = self.group.model_copy(update={"transport": transport})
         zero = self.zero.model_copy(update={"policy": self.zero.resolve(transport)})
         return self.model_copy(update={"group": group, "zero": zero})
 
     def with_own_cache(self) -> Self:
-        """The configuration of another user or machine, with the cache of this one."""
+        """A configuration from another user or machine, with the cache folder of this one."""
         return self.model_copy(update={"data": self.data.model_copy(update={"cache": DataBase().cache})})
 
     def on_this_machine(self) -> Self:
@@ -104,12 +102,12 @@ class RunSettings(Section):
 
     @property
     def model_name(self) -> str:
-        """What is trained: a preset, or the folder of a model."""
+        """The model to train: a preset, or a folder."""
         return str(self.model)
 
     @property
     def determinism_key(self) -> str:
-        """What the final weights depend on besides the data: equal keys and data give equal bits."""
+        """The values that determine the final weights besides the data: equal keys and data give equal bits."""
         keys = dict.fromkeys(("seed", "model", "train", "optim", "lora", "on_nonfinite", "max_skips"), True)
         return self.model_dump_json(include={**keys, "data": {"validation"}})
 
@@ -129,12 +127,12 @@ class Config(RunSettings):
 
     @property
     def model_name(self) -> str:
-        """The preset, or the folder to go on from."""
+        """The preset, or the folder to continue from."""
         return self.model.source or self.model.preset
 
     @property
     def shape(self) -> Shape:
-        """The model's shape."""
+        """The sizes of the model."""
         return replace(SHAPES[self.model.preset], context=self.train.context, **self.model.sizes)
 
     @property

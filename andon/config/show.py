@@ -1,4 +1,4 @@
-"""`andon config show` and `andon config presets`: every key with its value and help, and what presets mean."""
+"""`andon config show`, `reference` and `presets`: every key with its value and help, and the presets."""
 
 import json
 from collections.abc import Iterator
@@ -16,13 +16,12 @@ from andon.config.schema import RunSettings
 
 HELP_COLUMN = 36
 TABLE = ("", "| key | default | |", "|---|---|---|")
-INTRODUCTION = """Every key can stand in a YAML file (`andon config show` prints one) or on the command line as
-`--key value`. Defaults are those of the preset `tiny`; `andon config presets` lists the others. Generated from the
-schema."""
+INTRODUCTION = """Set a key in a YAML file (`andon config show` prints one) or on the command line as `--key value`.
+Defaults are those of the preset `tiny`; `andon config presets` lists the others. Generated from the schema."""
 
 
 def annotated(config: RunSettings) -> str:
-    """The configuration as YAML, with the help of each key as a comment."""
+    """Write the configuration as YAML, with the help of each key as a comment."""
     return "\n".join(_lines(config, config.model_dump(mode="json"), "")) + "\n"
 
 
@@ -39,7 +38,7 @@ def _lines(section: BaseModel, values: dict[str, Any], indent: str) -> Iterator[
 
 
 def reference() -> str:
-    """Every key as a page of the documentation, in Markdown."""
+    """Write a Markdown page of the documentation with every key."""
     lines = ["# Configuration", "", INTRODUCTION]
     rows, last = _rows(load(None)), None
     for key, row in rows.items():
@@ -49,27 +48,21 @@ def reference() -> str:
             last = section
         lines.append(row)
     tuning = _rows(FinetuneConfig(model="MODEL", data=SamplesConfig(files=("DATA",))))
-    lines += [
-        "",
-        "## Fine-tuning",
-        "",
-        "Keys that only `andon finetune` has, or that have another default there.",
-        *TABLE,
-    ]
+    lines += ["", "## Fine-tuning", "", "Keys that only `andon finetune` has, or that differ there."]
+    lines += TABLE
     lines += [row for key, row in tuning.items() if row != rows.get(key)]
     return "\n".join([*lines, ""])
 
 
 def _rows(config: RunSettings) -> dict[str, str]:
-    """A row of a table for every key."""
-    found = {}
+    """The table row of every key."""
+    rows, values = {}, config.model_dump(mode="json")
     for key, text in keys(type(config)).items():
-        value = config.model_dump(mode="json")
+        value: Any = values
         for part in key.split("."):
             value = value[part]
-        cell = " ".join(text.split()).replace("|", "\\|")
-        found[key] = f"| `{key}` | `{json.dumps(value)}` | {cell} |"
-    return found
+        rows[key] = f"| `{key}` | `{json.dumps(value)}` | {' '.join(text.split())} |"
+    return rows
 
 
 def _short(value: Any) -> str:
@@ -79,7 +72,7 @@ def _short(value: Any) -> str:
 
 
 def show_presets(console: Console, as_json: bool) -> None:
-    """Print every preset."""
+    """Print a table of all presets, or one JSON object per line."""
     rows = []
     for name in DEFAULTS:
         config = load(None, {"model.preset": name})

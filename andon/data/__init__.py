@@ -1,1 +1,1 @@
-"""Text to tokens to batches: the corpus, its tokenizer, its shards on disk."""
+"""Text to tokens to batches: the corpus, its tokenizer and its shards on disk."""

@@ -1,10 +1,9 @@
 """Batches as a pure function of (seed, step, slot): the position in the data is the step number.
 
-The tokens are cut into *windows* of `context` tokens (plus the one that follows). Every k-th window is held
-out for validation. Each epoch visits every training window exactly once, in the order of a keyed permutation
-that is computed and never stored: a Feistel network over the next power of four, applied until the result is
-in range. The samples of a step are dealt to its slots in turn (C-SHARD-001), and an epoch
-uses every training window once (F-DP-002).
+The tokens are cut into *windows* of `context` tokens (plus the one that follows). Every k-th window is held out for
+validation. Each epoch visits every training window exactly once (F-DP-002), in the order of a keyed permutation that
+is computed, not stored: a Feistel network over the next power of four, applied until the result is in range. The
+windows of a step are dealt to its slots in turn (C-SHARD-001).
 """
 
 from typing import Protocol
@@ -17,7 +16,7 @@ from andon.errors import UserError
 
 MASK = (1 << 64) - 1
 NO_TARGET = -100
-"""The target that does not count, in torch as in transformers."""
+"""The target that the loss ignores, in torch and in transformers."""
 Batch = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Inputs and targets, each windows x context."""
 
@@ -46,7 +45,7 @@ class Windows:
         return [self._window(first + sample) for sample in interleave(self.slots * self.micro_batch, slot, self.slots)]
 
     def name(self, window: int) -> int | str:
-        """How a halt names a window."""
+        """The name of a window in a halt."""
         return window
 
     def validation_windows(self, count: int) -> list[list[int]]:
@@ -62,7 +61,7 @@ class Windows:
 
 
 class Batches(Windows):
-    """The windows of a corpus, as micro-batches."""
+    """The windows of a corpus as micro-batches."""
 
     def __init__(
         self, source: Tokens, seed: int, slots: int, micro_batch: int, context: int, validation: float
@@ -89,17 +88,17 @@ class Batches(Windows):
 
 
 def checksum(samples: list[int]) -> int:
-    """What a ledger keeps of the samples of a slot."""
+    """CRC-32 of the sample numbers of a slot, for the ledger."""
     return crc32(",".join(map(str, samples)).encode())
 
 
 def interleave(count: int, part: int, parts: int) -> range:
-    """Every parts-th of `count`, from `part` on: the parts are disjoint and complete."""
+    """Every `parts`-th number below `count`, from `part` on: the parts are disjoint and complete."""
     return range(part, count, parts)
 
 
 def permute(index: int, count: int, key: int) -> int:
-    """The image of an index under a permutation of range(count); a pure function of all three."""
+    """Apply the permutation of range(count) that `key` selects to an index."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     while True:
         index = _feistel(index, half, key)

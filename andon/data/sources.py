@@ -2,8 +2,9 @@
 
 A *document* is one .txt or .md file, one line of a .jsonl file (field `text`), one element of a .json file (the same),
 or one row of a .parquet file (column `text`). All but .parquet may be compressed (.gz).
-It is read in *pieces* of at most 64 KiB, cut after a newline where there is one and never inside a UTF-8 sequence:
-small pieces keep the encoder's memory small and its threads busy. Invalid UTF-8 becomes U+FFFD and is counted.
+Documents are read in *pieces* of at most 64 KiB, cut after a newline if there is one and never inside a UTF-8
+sequence: small pieces keep the tokenizer's memory small and its threads busy. Invalid UTF-8 becomes U+FFFD and is
+counted.
 """
 
 import gzip
@@ -25,14 +26,14 @@ from andon.errors import UserError
 from andon.files import expand, write_whole
 
 PIECE_BYTES = 1 << 16
-COMPRESSED = (".txt", ".md", ".jsonl", ".json")
-SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet", *(f"{suffix}.gz" for suffix in COMPRESSED))
+COMPRESSIBLE = (".txt", ".md", ".jsonl", ".json")
+SUFFIXES = (*COMPRESSIBLE, ".parquet", *(f"{suffix}.gz" for suffix in COMPRESSIBLE))
 NAMED_ONLY = (".json", ".json.gz")
-"""In a folder such a file is as often settings as text: it is read if it is named."""
+"""Files that are read only if they are named: those found in a folder are as often settings as text."""
 BOM = b"\xef\xbb\xbf"
 
 Progress = Callable[[str, int, int], None]
-"""Is called with the phase, what is done and the total."""
+"""Called with the phase, the amount done and the total."""
 
 
 def quiet(phase: str, done: int, total: int) -> None:
@@ -40,8 +41,8 @@ def quiet(phase: str, done: int, total: int) -> None:
 
 
 @dataclass
-class Document:
-    """One piece of a document; `ends` on its last."""
+class Piece:
+    """A part of a document's text; `ends` marks the last one."""
 
     text: str
     ends: bool
@@ -49,7 +50,7 @@ class Document:
 
 @dataclass
 class Counts:
-    """What has been read so far."""
+    """How much has been read so far."""
 
     documents: int = 0
     bytes: int = 0
@@ -61,7 +62,7 @@ class Counts:
 
 
 def find_files(paths: Sequence[str], suffixes: Sequence[str] = SUFFIXES, holding: str = "text") -> list[Path]:
-    """The files with these suffixes that files, folders and globs name, sorted, without duplicates."""
+    """Find the files with these suffixes that files, folders and globs name, sorted and without duplicates."""
     found = sorted(file for path in paths for file in _matches(path, suffixes, holding))
     for file in found:
         if kind_of(file) not in suffixes:
@@ -71,7 +72,7 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str] = SUFFIXES, holding
             raise UserError(f"{file} cannot be read", "this user has no permission to read it", f"chmod +r {file}")
     unique: dict[Path, Path] = {}
     for file in found:
-        # The given name is kept, not the resolved one: a link may have the suffix that its target lacks.
+        # Keep the given name, not the resolved one: a link may have the suffix that its target lacks.
         unique.setdefault(file.resolve(), file)
     return list(unique.values())
 
@@ -102,8 +103,8 @@ def _walk(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
                 yield file
 
 
-def documents(files: Sequence[Path], counts: Counts) -> Iterator[Document]:
-    """The documents of these files, piece by piece; `counts` is updated on the way."""
+def documents(files: Sequence[Path], counts: Counts) -> Iterator[Piece]:
+    """Read the documents of these files, piece by piece, and update `counts` on the way."""
     readers = {".txt": _txt, ".md": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     for file in files:
         before = counts.read
@@ -112,17 +113,17 @@ def documents(files: Sequence[Path], counts: Counts) -> Iterator[Document]:
             counts.read = before + file.stat().st_size
 
 
-def _txt(file: Path, counts: Counts) -> Iterator[Document]:
+def _txt(file: Path, counts: Counts) -> Iterator[Piece]:
     before = counts.read
-    with open_plain(file) as stream:
+    with open_decompressed(file) as stream:
         for piece in _pieces(stream, counts):
             counts.read = before + _position(stream)
             yield piece
 
 
-def _jsonl(file: Path, counts: Counts) -> Iterator[Document]:
+def _jsonl(file: Path, counts: Counts) -> Iterator[Piece]:
     before = counts.read
-    with open_plain(file) as stream:
+    with open_decompressed(file) as stream:
         for number, line in enumerate(stream, 1):
             counts.read = before + _position(stream)
             if not line.strip():
@@ -134,63 +135,70 @@ def _jsonl(file: Path, counts: Counts) -> Iterator[Document]:
             yield from _row(row, file, f"line {number}", counts)
 
 
-def _row(row: Any, file: Path, place: str, counts: Counts) -> Iterator[Document]:
+def _row(row: Any, file: Path, place: str, counts: Counts) -> Iterator[Piece]:
     text = row.get("text") if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise _bad_row(file, place, 'it has no string "text"')
-    # JSON can hold half a surrogate pair, which UTF-8 cannot: it is replaced as invalid.
+    # JSON can hold half of a surrogate pair, which UTF-8 cannot: it is replaced as invalid.
     yield from _pieces(io.BytesIO(text.encode("utf-8", "surrogatepass")), counts)
 
 
-def _json(file: Path, counts: Counts) -> Iterator[Document]:
-    """A list of rows, one row, or lines as in a .jsonl file; a list is held in memory as a whole."""
-    with open_plain(file) as stream:
+def _json(file: Path, counts: Counts) -> Iterator[Piece]:
+    """Read a list of rows, one row, or lines as in a .jsonl file; a list is held in memory as a whole."""
+    whole = Counts()
+    with open_decompressed(file) as stream:
         try:
-            found = json.loads(_decode(stream.read(), Counts()))
+            found = json.loads(_decode(stream.read(), whole))
         except (ValueError, RecursionError):
             found = None
     if found is None:
         yield from _jsonl(file, counts)
         return
+    counts.replaced += whole.replaced
     for number, row in enumerate(found if isinstance(found, list) else [found], 1):
         given = {"text": row} if isinstance(row, str) else row
         yield from _row(given, file, f"element {number}", counts)
 
 
-def _parquet(file: Path, counts: Counts) -> Iterator[Document]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise UserError(f"{file} cannot be read", "pyarrow is not installed", "pip install 'andon[parquet]'") from error
+def _parquet(file: Path, counts: Counts) -> Iterator[Piece]:
+    pyarrow = import_pyarrow(file)
     size, before, row = file.stat().st_size, counts.read, 0
     try:
-        with pq.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
+        with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
             if "text" not in table.schema_arrow.names:
                 raise _bad_row(file, "the table", f"its columns are {', '.join(table.schema_arrow.names)}")
             for batch in table.iter_batches(batch_size=64, columns=["text"]):
-                for value in batch.column(0).cast(pa.large_binary()):
+                for value in batch.column(0).cast(pyarrow.large_binary()):
                     row += 1
                     if not value.is_valid:
                         raise _bad_row(file, f"row {row}", "its text is null")
                     counts.read = before + size * row // table.metadata.num_rows
                     yield from _pieces(io.BytesIO(value.as_py()), counts)
-    except pa.ArrowException as error:
+    except pyarrow.ArrowException as error:
         raise _bad_row(file, f"the table after row {row}", str(error).splitlines()[0]) from error
 
 
-def _pieces(stream: BinaryIO, counts: Counts) -> Iterator[Document]:
+def import_pyarrow(file: Path) -> Any:
+    """Import pyarrow and its module `parquet`, which reading this file needs."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"{file} cannot be read", "pyarrow is not installed", "pip install 'andon[parquet]'") from error
+    return pyarrow
+
+
+def _pieces(stream: BinaryIO, counts: Counts) -> Iterator[Piece]:
     data = b""
-    # One byte more than a piece shows whether the document continues.
+    # One byte more than a piece tells whether the document continues.
     while len(data := data + stream.read(PIECE_BYTES + 1 - len(data))) > PIECE_BYTES:
         end = _cut(data)
         counts.bytes += end
-        yield Document(_decode(data[:end], counts), ends=False)
+        yield Piece(_decode(data[:end], counts), ends=False)
         data = data[end:]
     if data:
         counts.bytes += len(data)
         counts.documents += 1
-        yield Document(_decode(data, counts), ends=True)
+        yield Piece(_decode(data, counts), ends=True)
 
 
 def _cut(data: bytes) -> int:
@@ -214,7 +222,7 @@ def stamp(file: Path) -> tuple[str, int, int]:
 
 
 def digests(files: Sequence[Path], index: Path, progress: Progress) -> list[str]:
-    """BLAKE3 of each file; `index` caches those of unchanged files, so that a second start is quick."""
+    """BLAKE3 of each file; the file `index` caches those of unchanged files, so that a second start is quick."""
     known: dict[str, str] = {}
     with suppress(OSError, ValueError):  # without a usable index the files are read
         known = dict(json.loads(index.read_text()))
@@ -245,19 +253,19 @@ def digest(file: Path, progress: Progress = quiet, done: int = 0, total: int = 0
 
 
 def kind_of(file: Path) -> str:
-    """How a file is read: its suffix, with that before a .gz."""
+    """The suffix that decides how a file is read; .gz together with the suffix before it."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     return "".join(suffixes[-2:]) if suffixes[-1:] == [".gz"] else "".join(suffixes[-1:])
 
 
 def _position(stream: BinaryIO) -> int:
-    """How much of the file on disk has been read."""
+    """The position in the file on disk, compressed or not."""
     on_disk: BinaryIO = getattr(stream, "fileobj", stream)
     return on_disk.tell()
 
 
-def open_plain(file: Path) -> BinaryIO:
-    """A file without its compression and its byte-order mark."""
+def open_decompressed(file: Path) -> BinaryIO:
+    """Open a file without its compression and after its byte-order mark."""
     stream: Any = gzip.GzipFile(file) if kind_of(file).endswith(".gz") else file.open("rb")
     if stream.peek(len(BOM))[: len(BOM)] == BOM:
         stream.seek(len(BOM))
@@ -267,7 +275,7 @@ def open_plain(file: Path) -> BinaryIO:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """What goes wrong while a file is read, in three lines."""
+    """Turn errors while a file is read into a `UserError` that names the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:

@@ -2,8 +2,8 @@
 
 A *plot* is a fixed sequence of sentences, and each sentence has a few alternative *templates*. A template is a sequence
 of words, some of which are *slots*. A slot of the *cast* (the hero, the colour) is chosen once and keeps its value in
-the whole story. A *follower* is determined by a member of the cast (Mia is a "she" and has Pip the dog; what is red is
-a car). A *local* slot (the weather, a feeling) is chosen anew each time. All choices are uniform. They are the digits
+the whole story. A *follower* is determined by a member of the cast (Mia is a "she" and has Pip the dog; the red toy is
+a car). A *local* slot (the weather, a feeling) is chosen each time. All choices are uniform. They are the digits
 of one large number, the hash of seed and index: it is divided by the number of options, and the remainder picks one.
 
 The checker uses the same templates. Every value is one word, no two templates of a sentence can produce the same words,
@@ -26,7 +26,7 @@ VALUES = CAST | {slot: values for slot, (_, values) in FOLLOWERS.items()} | LOCA
 
 
 class Word(NamedTuple):
-    """One word of a template: its slot ("" for a plain word), and the value for each spelling."""
+    """One word of a template: its slot ("" for a plain word), and the slot's value for each spelling."""
 
     slot: str
     values: dict[str, str]
@@ -48,20 +48,20 @@ class Plot(NamedTuple):
 
 
 def compile_word(text: str) -> Word:
-    """A word such as `{hero},` with every value its slot can take."""
+    """Compile a word such as `{hero},` with every value that its slot can take."""
     before, _, rest = text.partition("{")
     slot, _, after = rest.partition("}")
     return Word(slot, {before + value + after: value for value in VALUES[slot]} if slot else {text: ""})
 
 
 def compile_template(text: str) -> Template:
-    """A template from its text with slots in braces."""
+    """Compile a template from its text with slots in braces."""
     words = tuple(compile_word(word) for word in text.split(" "))
     return Template(words, re.sub(r"{\w+}", "%s", text), tuple(word.slot for word in words if word.slot))
 
 
 def compile_plot(sentences: story_words.Sentences) -> Plot:
-    """A plot from the texts of its templates, with only the cast that they mention."""
+    """Compile a plot from the texts of its templates, with only the cast that they mention."""
     compiled = tuple(tuple(compile_template(text) for text in texts) for texts in sentences)
     slots = {slot for templates in compiled for template in templates for slot in template.slots}
     leaders = {FOLLOWERS[slot][0] for slot in slots & FOLLOWERS.keys()}
@@ -80,8 +80,8 @@ FOLLOWING = {
 }
 
 
-def tell(number: int) -> str:
-    """The story whose choices are the digits of a number."""
+def compose(number: int) -> str:
+    """Write the story whose choices are the digits of a number."""
 
     def choose(options: Sequence[T]) -> T:
         nonlocal number
@@ -102,7 +102,7 @@ def tell(number: int) -> str:
 def story(seed: int, index: int) -> str:
     """The index-th story of a seed."""
     digest = blake2b(f"{seed} {index}".encode(), digest_size=16).digest()
-    return tell(int.from_bytes(digest, "little"))
+    return compose(int.from_bytes(digest, "little"))
 
 
 def stories(seed: int, count: int) -> Iterator[str]:
@@ -117,50 +117,35 @@ def match(template: Template, words: list[str]) -> bool:
     )
 
 
-def contradiction(template: Template, words: list[str], cast: dict[str, str]) -> str | None:
-    """The first word that contradicts the cast, if any; a member seen for the first time is added to it."""
+def contradicts(template: Template, words: list[str], cast: dict[str, str]) -> bool:
+    """Whether a word contradicts the cast; a member that appears for the first time is added to it."""
     for word, (slot, values) in zip(words, template.words, strict=True):
         if not slot or slot in LOCAL:
             continue
-        value = values[word]
-        if cast.setdefault(slot, value) != value:
-            leader = FOLLOWERS[slot][0] if slot in FOLLOWERS else slot
-            return f"the {leader} is {cast[leader]} but the story says '{value}'"
+        if cast.setdefault(slot, values[word]) != values[word]:
+            return True
         if slot in CAST:
-            cast |= FOLLOWING[value]
-    return None
+            cast |= FOLLOWING[values[word]]
+    return False
 
 
-def compare(plot: Plot, sentences: list[str]) -> tuple[int, str | None]:
-    """How many sentences follow the plot, and what is wrong with the next one, if anything."""
+def follows(plot: Plot, sentences: list[str]) -> bool:
+    """Whether sentences are a whole story of a plot."""
+    if len(sentences) != len(plot.sentences):
+        return False
     cast: dict[str, str] = {}
-    for place, (sentence, templates) in enumerate(zip(sentences, plot.sentences, strict=False)):
+    for sentence, templates in zip(sentences, plot.sentences, strict=True):
         words = sentence.split(" ")
         template = next((template for template in templates if match(template, words)), None)
-        if template is None:
-            what = f"sentence {place + 1} does not belong here" if place else "no story opens like this"
-            return place, f"{what}: {sentence[:60]!r}"
-        if reason := contradiction(template, words, cast):
-            return place + 1, f"{reason} in sentence {place + 1}"
-    if len(sentences) < len(plot.sentences):
-        return len(sentences), f"the story stops after sentence {len(sentences)}, before its ending"
-    if len(sentences) > len(plot.sentences):
-        return len(plot.sentences), "the story goes on after its ending"
-    return len(sentences), None
-
-
-def explain(text: str) -> str | None:
-    """Why a text is not a story, compared with the plot that it follows furthest; None if it is one."""
-    sentences = re.split(r"(?<=\.) ", text)
-    verdicts = [compare(plot, sentences) for plot in PLOTS]
-    if any(reason is None for _, reason in verdicts):
-        return None
-    return max(verdicts, key=lambda verdict: verdict[0])[1]
+        if template is None or contradicts(template, words, cast):
+            return False
+    return True
 
 
 def is_valid(text: str) -> bool:
     """Whether a text is exactly a story of the grammar."""
-    return explain(text) is None
+    sentences = re.split(r"(?<=\.) ", text)
+    return any(follows(plot, sentences) for plot in PLOTS)
 
 
 @cache

@@ -1,8 +1,8 @@
 """The words and sentences of the built-in stories; `stories.py` describes how they are combined.
 
 Each value of a slot is one word, each sentence ends with its only full stop, and no value needs "an". A model
-must remember only the hero and the colour, and most repeated words follow from them, so that a small model
-learns to write consistent stories within a few million tokens.
+must remember only the hero and the colour, and most repeated words follow from them, so a small model learns to
+write consistent stories within a few million tokens.
 """
 
 from importlib.resources import files
@@ -13,7 +13,7 @@ CAST = {
     "colour": ("blue", "green", "pink", "red", "white", "yellow"),
 }
 
-# What follows from a member of the cast: from which, and the word for each of its values in order.
+# Words that follow from a member of the cast: which member, and the word for each of its values in order.
 FOLLOWERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "he": ("hero", ("she",) * 6 + ("he",) * 6),
     "He": ("hero", ("She",) * 6 + ("He",) * 6),
@@ -32,7 +32,7 @@ FOLLOWERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "treat": ("colour", ("plums", "grapes", "cookies", "berries", "nuts", "pears")),
 }
 
-# Chosen anew wherever they stand.
+# Chosen again at each occurrence.
 LOCAL = {
     "weather": ("bright", "calm", "cool", "quiet", "sunny", "warm"),
     "time": ("afternoon", "day", "evening", "morning"),
@@ -63,11 +63,11 @@ LOCAL = {
 }
 
 Sentences = tuple[tuple[str, ...], ...]
-"""The sentences of a part of a story, each as the ways to say it."""
+"""The sentences of a part of a story, each as its alternative wordings."""
 
 
 def read_sentences() -> dict[str, Sentences]:
-    """The parts of `plots.txt` by name: the opening, the closing, and the plots, which lie between them."""
+    """Read the parts of `plots.txt` by name: the opening, the closing, and the plots that come between them."""
     text = (files("andon.data") / "plots.txt").read_text(encoding="utf-8")
     parts: dict[str, Sentences] = {}
     for part in text.split("\n[")[1:]:

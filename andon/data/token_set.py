@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from andon.data.cache import damaged
 from andon.data.sources import digest
 from andon.data.tokenizer import Tokenizer
 from andon.errors import UserError
@@ -38,22 +39,22 @@ class TokenSet:
         try:
             meta = json.loads((folder / "meta.json").read_text())
             if meta["format"] != FORMAT:
-                raise _damaged(folder, "meta.json", f"its format is {meta['format']}, this Andon's is {FORMAT}")
+                raise damaged(folder, f"its format is {meta['format']}, this Andon's is {FORMAT}", "meta.json")
             for shard in meta["shards"]:
                 size = (folder / shard["name"]).stat().st_size
                 expected = shard["tokens"] * np.dtype(meta["dtype"]).itemsize
                 if size != expected:
-                    raise _damaged(folder, shard["name"], f"it has {size:,} bytes instead of {expected:,}")
+                    raise damaged(folder, f"it has {size:,} bytes instead of {expected:,}", shard["name"])
             return cls(folder, meta)
         except OSError as error:
-            raise _damaged(folder, Path(error.filename or "").name, error.strerror or str(error)) from error
-        except UserError:
+            raise damaged(folder, error.strerror or str(error), Path(error.filename or "").name) from error
+        except UserError:  # it is a ValueError, too
             raise
-        except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(folder, "meta.json", f"its content is not valid: {error!r}") from error
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
+            raise damaged(folder, f"its content is not valid: {error!r}", "meta.json") from error
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
+        """The tokenizer that the tokens were made with."""
         return Tokenizer.load(self.folder)
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
@@ -69,13 +70,9 @@ class TokenSet:
         return out
 
     def verify(self) -> None:
-        """Compare the digest of every file with meta.json."""
+        """Compare the digest of every file with the one in meta.json."""
         for shard in self.meta["shards"]:
             if digest(self.folder / shard["name"]) != shard["blake3"]:
-                raise _damaged(self.folder, shard["name"], "its BLAKE3 is not the one in meta.json")
+                raise damaged(self.folder, "its BLAKE3 is not the one in meta.json", shard["name"])
         if self.tokenizer().digest() != self.meta["tokenizer"]:
-            raise _damaged(self.folder, "tokenizer.json", "its BLAKE3 is not the one in meta.json")
-
-
-def _damaged(folder: Path, name: str, cause: str) -> UserError:
-    return UserError(f"{folder / name} is damaged", cause, f"rm -r {folder}, then start again: it will be built again")
+            raise damaged(self.folder, "its BLAKE3 is not the one in meta.json", "tokenizer.json")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 END = "<|endoftext|>"
 ENDS = (END, "</s>", "<|end_of_text|>", "<eos>")
-SMALLEST = 257
+SMALLEST_VOCAB = 257
 
 # The cost of learning merges grows with the length of a word times the bytes of all distinct words.
 LONG_WORD = re.compile(r"(\w{32}|[^\w\s]{32})")
@@ -36,7 +36,7 @@ class Tokenizer:
     def __init__(self, inner: "tokenizers.Tokenizer", end: str) -> None:
         self._inner, self._end = inner, end
         self.end: int = inner.get_vocab()[end]
-        # Not get_vocab_size(): ids of a given tokenizer may have gaps, and a model needs a row for the last.
+        # Not get_vocab_size(): the ids of a given tokenizer may have gaps, and a model needs a row for the last id.
         self.vocab_size: int = max(inner.get_vocab().values()) + 1
 
     @classmethod
@@ -48,12 +48,12 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """A BPE learned from `texts`; its vocabulary is smaller if they have too few distinct pairs."""
+        """Learn a BPE from texts; its vocabulary is smaller if they have too few distinct pairs."""
         from tokenizers import trainers
 
-        if vocab_size < SMALLEST:
-            cause = f"256 bytes and the end token already make {SMALLEST}"
-            remedy = f"Ask for {SMALLEST} or more, or use the tokenizer `bytes`"
+        if vocab_size < SMALLEST_VOCAB:
+            cause = f"256 bytes and the end token already make {SMALLEST_VOCAB}"
+            remedy = f"Ask for {SMALLEST_VOCAB} or more, or use the tokenizer `bytes`"
             raise UserError(f"A vocabulary of {vocab_size} is too small for BPE", cause, remedy)
         inner = _byte_level({}, regex=True)
         trainer = trainers.BpeTrainer(
@@ -103,7 +103,7 @@ class Tokenizer:
         return blake3(self.to_json().encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write what `AutoTokenizer.from_pretrained(folder)` reads."""
+        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads."""
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self._end,
@@ -114,7 +114,7 @@ class Tokenizer:
 
 
 def _own_end(file: Path) -> list[str]:
-    """The end token that the tokenizer_config.json beside a tokenizer names."""
+    """The end token in the tokenizer_config.json next to a tokenizer, if it names one."""
     try:
         end = json.loads(file.with_name("tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -124,7 +124,7 @@ def _own_end(file: Path) -> list[str]:
 
 
 def sample(texts: Iterable[tuple[str, float]]) -> Iterator[str]:
-    """A part of a corpus, small enough to learn merges from; each text comes with the share read so far.
+    """Choose texts of a corpus to learn merges from; each text comes with the share of the corpus read so far.
 
     The bytes of text and of distinct words may not exceed that share of their budgets. So the sample is
     spread evenly over the corpus, and text without words (DNA, base64) costs no more memory than prose.
@@ -154,7 +154,7 @@ def _byte_level(vocab: dict[str, int], regex: bool) -> "tokenizers.Tokenizer":
 
 
 def _symbols() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's alphabet)."""
+    """The printable character for each byte in a byte-level vocabulary (GPT-2's alphabet)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(spare)) for byte in range(0x100)]

@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face model, before its weights are loaded: what it is, its tokenizer, its classes."""
+"""The folder of a Hugging Face model, before its weights are loaded: architecture, tokenizer, classes."""
 
 import json
 import logging
@@ -14,20 +14,20 @@ from andon.errors import UserError
 from andon.files import expand
 from andon.finetune.samples.rows import Columns
 
-POSITIONS: Final = ("max_position_embeddings", "n_positions", "n_ctx")
-WRITERS: Final = ("ForCausalLM", "LMHeadModel")
-"""How the architectures of causal language models are called."""
-SORTER: Final = "ForSequenceClassification"
-TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken", "tekken.json")
-"""Files of which a tokenizer has at least one; without them the library would make an empty one."""
+POSITION_FIELDS: Final = ("max_position_embeddings", "n_positions", "n_ctx")
+CAUSAL_LM: Final = ("ForCausalLM", "LMHeadModel")
+CLASSIFIER: Final = "ForSequenceClassification"
+"""How the names of architectures end: those of causal language models, and of classifiers."""
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken", "tekken.json")
+"""A tokenizer has at least one of these files; without any, the library would create an empty tokenizer."""
 UNLIMITED: Final = 1 << 40
-"""What a tokenizer gives as its longest text if it knows of none is larger than this."""
-SMALL: Final = (".json", ".jinja", ".txt", ".model")
-"""Files that are read with a tokenizer or a configuration."""
+"""A tokenizer without a limit gives a larger `model_max_length` than this."""
+TOKENIZER_SUFFIXES: Final = (".json", ".jinja", ".txt", ".model")
+"""Files that can belong to a tokenizer."""
 
 
 class Base:
-    """A model folder; `transformers` is imported here and needed from here on."""
+    """A model folder; it needs `transformers`, which is imported here."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = expand(folder).absolute()
@@ -39,7 +39,7 @@ class Base:
     def _read_config(self) -> Any:
         try:
             return self._transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
-        except Exception as error:  # the library raises nearly everything
+        except Exception as error:  # the library raises many kinds of errors
             cause = first_line(error)
             known = f"transformers {self._transformers.__version__}"
             remedy = f"Use a model that {known} knows; code that comes with a model is not run"
@@ -47,90 +47,93 @@ class Base:
 
     @property
     def architecture(self) -> str:
-        """The class of the model, as its configuration names it."""
+        """The name of the model's class in its configuration."""
         return str((getattr(self.config, "architectures", None) or ["?"])[0])
 
     @property
     def positions(self) -> int | None:
-        """The most tokens that the model can read, if it or its tokenizer says so."""
+        """The most tokens that the model can read, if it or its tokenizer has a limit."""
         config = self.config.get_text_config()
-        found = [getattr(config, name, None) for name in POSITIONS]
+        found = [getattr(config, name, None) for name in POSITION_FIELDS]
         model = next((value for value in found if isinstance(value, int) and value > 0), None)
-        # Some models have fewer usable positions than rows for them, and only the tokenizer says so.
+        # Some models have fewer usable positions than rows for them, which only the tokenizer states.
         limits = [int(value) for value in (model, self.tokenizer.model_max_length) if value and value < UNLIMITED]
         return min(limits, default=None)
 
     @property
+    def labels(self) -> list[str]:
+        """The names of the classes in the configuration, which may be placeholders."""
+        return [name for _, name in sorted((self.config.id2label or {}).items())]
+
+    @property
     def own_labels(self) -> list[str]:
-        """The names of the classes that a classifier knows already; none: it gets a new head."""
-        names = [name for _, name in sorted((self.config.id2label or {}).items())]
-        if not self.architecture.endswith(SORTER) or names == [f"LABEL_{at}" for at in range(len(names))]:
-            return []
-        return names
+        """The names of the classes that a classifier was trained for; empty: it gets a new head."""
+        placeholders = [f"LABEL_{number}" for number in range(len(self.labels))]
+        return self.labels if self.is_classifier and self.labels != placeholders else []
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the architecture is that of a text classifier."""
+        return self.architecture.endswith(CLASSIFIER)
 
     def check_task(self, task: Task) -> None:
         """Refuse a model that cannot learn this kind of samples."""
-        writes = self.architecture == "?" or self.architecture.endswith(WRITERS)
-        if task == "answers" and not writes:
+        if task == "answers" and self.architecture != "?" and not self.architecture.endswith(CAUSAL_LM):
             remedy = "Give samples with text and label, or a causal language model"
-            raise UserError(f"{self.folder} writes no answers", f"It is a {self.architecture}", remedy)
+            raise UserError(f"{self.folder} cannot write answers", f"It is a {self.architecture}", remedy)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer."""
+        """The tokenizer of the folder."""
         try:
-            if not any(file for name in TOKENIZERS for file in self.folder.glob(name)):
+            if not any(file for name in TOKENIZER_FILES for file in self.folder.glob(name)):
                 raise ValueError("There is no tokenizer.json")
             return self._transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        except Exception as error:  # the library raises nearly everything
+        except Exception as error:  # the library raises many kinds of errors
             cause = first_line(error)
             remedy = "Copy tokenizer.json and tokenizer_config.json of the model into its folder"
             raise UserError(f"{self.folder} has no tokenizer that can be read", cause, remedy) from None
 
     def tokenizer_for(self, columns: Columns, file: Path) -> Any:
-        """The tokenizer for samples of one kind."""
+        """The tokenizer, if it can encode samples of one kind."""
         if columns == "messages" and not self.tokenizer.chat_template:
             what = f"{file}, line 1: messages need a chat template, and the tokenizer of {self.folder} has none"
             cause = "It is the tokenizer of a model that was not trained to chat"
-            raise UserError(
-                what, cause, "Give prompt and completion, or add a chat_template.jinja to the model's folder"
-            )
+            remedy = "Give prompt and completion, or add a chat_template.jinja to the model's folder"
+            raise UserError(what, cause, remedy)
         if columns == "messages" and not self.tokenizer.is_fast:
             what = f"{file}, line 1: the tokenizer of {self.folder} cannot tell which tokens are the answer"
-            cause = "It is a slow tokenizer, without the place of each token in the text"
+            cause = "It is a slow tokenizer, which does not give the position of each token in the text"
             raise UserError(what, cause, "Give prompt and completion, or add a tokenizer.json to the model's folder")
         return self.tokenizer
 
     @property
     def padding(self) -> int:
-        """A token for places that do not count; the model must know it, because a classifier of a causal model reads
-        the last token that is another one."""
+        """The padding token. The model must know it: a classifier on a causal model reads the last token before it."""
         found = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        rows = self._rows
-        return next((token for token in found if token is not None and token < rows), 0)
+        return next((token for token in found if token is not None and token < self._vocab_rows), 0)
 
     @property
-    def _rows(self) -> int:
-        """The tokens that the model knows."""
+    def _vocab_rows(self) -> int:
+        """Rows of the model's embedding."""
         rows = getattr(self.config.get_text_config(), "vocab_size", None)
         return rows if isinstance(rows, int) else UNLIMITED
 
     def check_tokens(self, largest: int) -> None:
-        """Refuse a tokenizer that has more tokens than the model has rows."""
-        if largest >= self._rows:
-            cause = f"The samples have token {largest:,}, and the model has rows for {self._rows:,}"
-            raise UserError(
-                f"The tokenizer of {self.folder} is not the model's", cause, "Copy the model's own tokenizer"
-            )
+        """Refuse token ids that the model has no row for."""
+        if largest >= self._vocab_rows:
+            what = f"The tokenizer of {self.folder} is not the model's"
+            cause = f"The samples have token {largest:,}, and the model has rows for {self._vocab_rows:,}"
+            raise UserError(what, cause, "Copy the model's own tokenizer")
 
     def digest(self) -> str:
-        """BLAKE3 of what decides on the tokens: every small file of the folder."""
-        files = sorted(file for file in self.folder.iterdir() if file.suffix in SMALL and file.is_file())
+        """BLAKE3 of the files that can change the tokens."""
+        files = sorted(file for file in self.folder.iterdir() if file.suffix in TOKENIZER_SUFFIXES and file.is_file())
         return blake3(json.dumps([[file.name, file_digest(file)] for file in files]).encode()).hexdigest()
 
 
-def read_small(path: Path) -> dict[str, Any]:
-    """A small JSON file; nothing if it is none."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; an empty one if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -139,7 +142,7 @@ def read_small(path: Path) -> dict[str, Any]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error, or its name."""
+    """The first line of a library's error, or the name of its class."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to one rank's fine-tuning. The step is that of `andon train`."""
+"""From a configuration to one rank's fine-tuning, with the step of `andon train`."""
 
 import json
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ TOKENIZER_TEXTS: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
 )
-"""Files of a tokenizer that a checkpoint of all weights takes along."""
+"""Files of a tokenizer that a checkpoint of all weights includes."""
 
 
 class FineTuningBuilder(Builder):
-    """Builds one rank's fine-tuning; every worker reads the model's folder."""
+    """Builds one rank's fine-tuning; every worker reads the model's folder itself."""
 
     def __init__(self, config: FinetuneConfig, samples: SampleSet) -> None:
         super().__init__(config, samples)
@@ -39,15 +39,15 @@ class FineTuningBuilder(Builder):
             raise UserError(f"{gethostname()}: {error.what}", error.cause, error.remedy) from None
 
     def model(self, device: torch.device, reads_weights: bool = True) -> nn.Module:
-        """The model of the folder, with what is new from the seed."""
+        """The model of the folder; new weights come from the seed."""
         return build_model(self.config, self.samples, self.base).to(device)
 
     def batches(self) -> SampleBatches:
-        """Samples, each of them padded to the longest of its slot."""
+        """The samples as micro-batches, padded to the longest sample of each slot."""
         return SampleBatches(self.samples, self.config)
 
     def files(self, model: DataParallel) -> Mapping[str, str]:
-        """Those of a whole model; none if only adapters are trained."""
+        """The configuration and tokenizer of a whole model; none if only adapters are trained."""
         if self.config.lora.rank:
             return {}
         module: Any = model.module

@@ -1,6 +1,5 @@
-"""The model that is trained: a Hugging Face model with LoRA adapters, or with all its weights."""
+"""The model to train: a Hugging Face model with LoRA adapters, or with all its weights."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,17 @@ from torch import nn
 
 from andon.config.finetune import FinetuneConfig, LoraConfig, Task
 from andon.errors import UserError
-from andon.finetune.base import Base, first_line
+from andon.finetune.base import Base, first_line, read_json
 from andon.finetune.samples.sample_set import SampleSet
 
-AGAIN = "Copy it again from where it came"
+COPY_AGAIN = "Copy it again from where it came"
 POOLER = "pooler"
-"""What some classifiers have between the last block and the head; models that were not classifiers often lack it."""
+"""A layer of some classifiers between the last block and the head; models that were not classifiers often lack it."""
 PEFT_TASKS = {"classes": "SEQ_CLS", "answers": "CAUSAL_LM"}
 
 
 def build_model(config: FinetuneConfig, samples: SampleSet, base: Base) -> nn.Module:
-    """The model with its first weights: those of the folder, and what is new from the seed."""
+    """The model with its first weights: those of the folder, and new ones from the seed."""
     base.check_task(samples.task)
     torch.manual_seed(config.seed)
     model, new = load_weights(base, samples.task, samples.labels)
@@ -31,7 +30,7 @@ def build_model(config: FinetuneConfig, samples: SampleSet, base: Base) -> nn.Mo
 
 
 def load_weights(base: Base, task: Task, labels: Sequence[str]) -> tuple[nn.Module, list[str]]:
-    """The model of a folder, in f32, and which of its weights are new: a classifier gets a head of the right size."""
+    """Load the model of a folder in f32, and list its new weights: a classifier gets a head of the right size."""
     import transformers
 
     settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
@@ -40,18 +39,17 @@ def load_weights(base: Base, task: Task, labels: Sequence[str]) -> tuple[nn.Modu
         kind = transformers.AutoModelForSequenceClassification
         names = dict(enumerate(labels))
         numbers = {name: number for number, name in names.items()}
-        settings |= {"num_labels": len(labels), "id2label": names, "label2id": numbers}
-        settings |= {"ignore_mismatched_sizes": True}
+        settings |= {"num_labels": len(labels), "id2label": names, "label2id": numbers, "ignore_mismatched_sizes": True}
     try:
         model, loaded = kind.from_pretrained(base.folder, output_loading_info=True, **settings)
-    except Exception as error:  # the library raises nearly everything
+    except Exception as error:  # the library raises many kinds of errors
         raise _cannot_load(base, error) from None
     new = sorted({*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
     body = f"{model.base_model_prefix}."
-    # The library would make up whatever is missing and say nothing. Only the head of a classifier may be new.
+    # The library silently initialises missing tensors. Only the head and the pooler of a classifier may be new.
     if lacking := [name for name in new if task == "answers" or (name.startswith(body) and POOLER not in name)]:
         cause = f"{len(lacking):,} tensors are missing or of another shape, such as {lacking[0]}"
-        raise UserError(f"{base.folder} does not hold all weights of its model", cause, AGAIN)
+        raise UserError(f"{base.folder} does not hold all weights of its model", cause, COPY_AGAIN)
     model.config.get_text_config().pad_token_id = base.padding
     return model, new
 
@@ -62,12 +60,11 @@ def _cannot_load(base: Base, error: Exception) -> UserError:
         cause = "Its weights are a .bin file, a pickle, which can run code when it is loaded"
         remedy = "Save it as safetensors first: model.save_pretrained(FOLDER)"
         return UserError(f"{base.folder} has no safetensors", cause, remedy)
-    return UserError(f"{base.folder} cannot be loaded", cause, AGAIN)
+    return UserError(f"{base.folder} cannot be loaded", cause, COPY_AGAIN)
 
 
 def add_adapters(model: nn.Module, task: Task, lora: LoraConfig, new: Sequence[str] = ()) -> nn.Module:
-    """The model with fresh adapters; nothing else of it is trained and saved, but for a classifier's head and a pooler
-    that is as new as the head."""
+    """Add new adapters to a model; only they, the head of a classifier and a new pooler are trained and saved."""
     peft = import_peft()
     poolers = {name[: name.index(POOLER) + len(POOLER)] for name in new if POOLER in name}
     settings = peft.LoraConfig(
@@ -84,13 +81,14 @@ def add_adapters(model: nn.Module, task: Task, lora: LoraConfig, new: Sequence[s
         names = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
         cause = first_line(error)
         remedy = f"Give --lora.targets some of {', '.join(names[:12])}"
-        raise UserError(f"Adapters cannot be added to {', '.join(lora.targets)}", cause, remedy) from None
+        where = ", ".join(lora.targets) or "this model"
+        raise UserError(f"Adapters cannot be added to {where}", cause, remedy) from None
     refuse_tied(found)
     return found
 
 
 def refuse_tied(adapted: nn.Module) -> None:
-    """Refuse an adapter of a weight that two modules share: merged, it would change the other module as well."""
+    """Refuse an adapter for a weight that two modules share: merging it would change the other module, too."""
     users: dict[int, list[str]] = {}
     for name, module in adapted.named_modules():
         if isinstance(weight := getattr(module, "weight", None), nn.Parameter) and not hasattr(module, "lora_A"):
@@ -105,7 +103,7 @@ def refuse_tied(adapted: nn.Module) -> None:
 
 
 def import_peft() -> Any:
-    """The library of adapters."""
+    """Import peft, the library of adapters."""
     try:
         import peft
     except ImportError:
@@ -114,11 +112,11 @@ def import_peft() -> Any:
 
 
 def load_adapter(folder: Path) -> tuple[nn.Module, Base, Task]:
-    """The model of an adapter folder with its adapters, to be used and not trained."""
+    """Load the model of an adapter folder with its adapters, for inference."""
     peft = import_peft()
     try:
         settings = peft.PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # the library raises nearly everything
+    except Exception as error:  # the library raises many kinds of errors
         cause = first_line(error)
         raise UserError(f"{folder} is not an adapter", cause, "Name a folder with adapter_config.json") from None
     base = Base(settings.base_model_name_or_path)
@@ -126,15 +124,12 @@ def load_adapter(folder: Path) -> tuple[nn.Module, Base, Task]:
     model, _ = load_weights(base, task, labels_of(folder, base))
     try:
         return peft.PeftModel.from_pretrained(model, str(folder)).eval(), base, task
-    except Exception as error:  # the library raises nearly everything
+    except Exception as error:  # the library raises many kinds of errors
         what = f"The adapter {folder} does not fit {base.folder}"
         raise UserError(what, first_line(error), "Name the model that it was made for in adapter_config.json") from None
 
 
 def labels_of(folder: Path, base: Base) -> list[str]:
-    """The classes that an adapter was trained for, from its `state.json`; those of its model if it has none."""
-    try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return [str(name) for name in state["labels"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return [name for _, name in sorted((base.config.id2label or {}).items())]
+    """The classes that an adapter was trained for, from its `state.json`; if it has none, those of its model."""
+    labels = read_json(folder / "state.json").get("labels")
+    return [str(name) for name in labels] if isinstance(labels, list) else base.labels

@@ -1,4 +1,4 @@
-"""What the launcher does before the workers start: look at the model, tokenize the samples, show the plan."""
+"""The launcher's work before the workers start: check the model, tokenize the samples, show the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from andon.config.finetune import FinetuneConfig
 from andon.errors import UserError
 from andon.finetune.base import Base
-from andon.finetune.samples.sample_set import SampleBatches, SampleSet, steps_of
+from andon.finetune.samples.sample_set import SampleBatches, steps_of
 from andon.finetune.samples.tokenize import prepare_samples
 from andon.run.plan import cost_of_a_loss
 
@@ -29,16 +29,14 @@ def resolve_steps(config: FinetuneConfig, console: Console) -> FinetuneConfig:
         cause = f"There are {len(samples)} samples"
         raise UserError("There is nothing to train on", cause, "Give more samples, or --data.validation 0")
     if cut := samples.meta["cut"]:
-        console.print(
-            f"{cut:,} samples were longer than {samples.meta['context']:,} tokens and are cut", style="yellow"
-        )
-    update = {"steps": steps_of(config, samples), "context": samples.meta["context"]}
-    train = config.train.model_copy(update=update)
+        longest = samples.meta["context"]
+        console.print(f"{cut:,} samples were longer than {longest:,} tokens and are cut", style="yellow")
+    train = config.train.model_copy(update={"steps": steps_of(config, samples), "context": samples.meta["context"]})
     return config.model_copy(update={"train": train, "model": str(base.folder)})
 
 
 def sizes_of(config: FinetuneConfig) -> Sizes:
-    """The sizes of a run whose steps are resolved; imports torch."""
+    """The sizes of a run whose steps are known; this imports torch."""
     from andon.finetune.size import Sizes
 
     base = Base(config.model)
@@ -46,7 +44,7 @@ def sizes_of(config: FinetuneConfig) -> Sizes:
 
 
 def show_plan(console: Console, config: FinetuneConfig) -> None:
-    """Print the plan of a run whose steps are resolved."""
+    """Print the plan of a run whose steps are known."""
     base = Base(config.model)
     samples, train, lora = prepare_samples(config, base), config.train, config.lora
     held_out = SampleBatches(samples, config).held_out
@@ -55,7 +53,9 @@ def show_plan(console: Console, config: FinetuneConfig) -> None:
     targets = ", ".join(lora.targets) or "every linear layer but the last"
     adapters = f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {targets}" if lora.rank else "all weights"
     table.add_row("trained", escape(adapters))
-    table.add_row("data", escape(f"{', '.join(config.data.files)} · {_describe(samples)}, {held_out:,} held out"))
+    kinds = f"{len(samples.labels)} classes" if samples.labels else samples.columns
+    data = f"{', '.join(config.data.files)} · {len(samples):,} samples, {kinds}, {held_out:,} held out"
+    table.add_row("data", escape(data))
     batch = f"{train.slots} slots × {train.micro_batch} samples, up to {train.context} tokens each"
     table.add_row("step", f"{train.slots * train.micro_batch:,} samples = {batch}")
     table.add_row("run", f"{train.steps:,} steps · seed {config.seed}")
@@ -65,8 +65,3 @@ def show_plan(console: Console, config: FinetuneConfig) -> None:
     table.add_row("folder", escape(str(config.run.dir)))
     panel = Panel(table, title="[bold]Andon[/] · the plan", title_align="left", expand=False)
     console.print(panel if console.is_terminal else table)
-
-
-def _describe(samples: SampleSet) -> str:
-    kinds = f"{len(samples.labels)} classes" if samples.labels else samples.columns
-    return f"{len(samples):,} samples, {kinds}"

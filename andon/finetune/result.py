@@ -1,4 +1,4 @@
-"""What fine-tuning gives: an adapter in PEFT's own format, or a model folder; with a manifest, whole or not at all."""
+"""The result of fine-tuning: an adapter in PEFT's format, or a model folder; written atomically, with a manifest."""
 
 import copy
 import json
@@ -15,19 +15,19 @@ from andon.checkpoint.disk.manifest import ADAPTER, render, verify_named
 from andon.checkpoint.disk.manifest import NAME as MANIFEST
 from andon.errors import UserError
 from andon.files import expand, sync
-from andon.finetune.base import Base, read_small
+from andon.finetune.base import Base, read_json
 from andon.finetune.model import import_peft, load_adapter, refuse_tied
 from andon.finetune.samples.sample_set import SampleSet
 
 RESULTS: Final = ("adapter", "model")
-"""Where a run's folder has its result."""
-SAMPLING: Final = "generation_config.json"
+"""The folders of a run that can hold its result."""
+GENERATION_CONFIG: Final = "generation_config.json"
 ONE_FILE: Final = "100000GB"
-ELSEWHERE: Final = "Choose another folder: --out FOLDER"
+CHOOSE_ANOTHER: Final = "Choose another folder: --out FOLDER"
 
 
 def write_result(run: Path, model: nn.Module, base: Base, samples: SampleSet, state: Mapping[str, Any]) -> Path:
-    """Write `adapter/`, or without adapters `model/`, into a run's folder; gives the new folder."""
+    """Write `adapter/`, or `model/` if there are no adapters, into a run's folder; returns the new folder."""
     facts = {**state, "task": samples.task, "columns": samples.columns, "labels": samples.labels}
     adapted = hasattr(model, "peft_config")
 
@@ -39,7 +39,7 @@ def write_result(run: Path, model: nn.Module, base: Base, samples: SampleSet, st
 
 
 def merge(adapter: Path, out: Path | None) -> Path:
-    """Write the model of an adapter with the adapter merged into its weights; gives the new folder."""
+    """Write the model of an adapter with the adapter merged into its weights; returns the new folder."""
     adapter = expand(adapter).absolute()
     if not (adapter / "adapter_config.json").is_file():
         cause = "It has no adapter_config.json"
@@ -47,13 +47,13 @@ def merge(adapter: Path, out: Path | None) -> Path:
     known = verify_named(adapter)
     target = expand(out).absolute() if out else adapter.with_name("merged")
     if target.exists() and "adapter" not in read_state(target):
-        cause = "Something else is there, which is not replaced"
-        raise UserError(f"{target} is in the way", cause, ELSEWHERE)
+        cause = "It is not a merged model, and only such a folder is replaced"
+        raise UserError(f"{target} is in the way", cause, CHOOSE_ANOTHER)
     model, base, _ = load_adapter(adapter)
     refuse_tied(model)
     for needed in (adapter, base.folder):
         if needed.resolve().is_relative_to(target.resolve()):
-            raise UserError(f"{target} cannot be replaced", f"It holds {needed}, which is merged", ELSEWHERE)
+            raise UserError(f"{target} cannot be replaced", f"It holds {needed}, which is merged", CHOOSE_ANOTHER)
     merged: nn.Module = model.merge_and_unload()  # type: ignore[operator]
 
     def write(folder: Path) -> None:
@@ -64,35 +64,31 @@ def merge(adapter: Path, out: Path | None) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The `state.json` of a folder; nothing if it has none."""
-    return read_small(folder / "state.json")
+    """The `state.json` of a folder; empty if it has none."""
+    return read_json(folder / "state.json")
 
 
 def publish(folder: Path, write: Callable[[Path], None], step: int) -> Path:
-    """Have files written into a temporary folder, seal them with a manifest and give the folder its name."""
+    """Have `write` fill a temporary folder, add a manifest, and rename it to `folder`, which is replaced."""
+    temporary, aside = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+    for leftover in (temporary, aside):
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
-        return _publish(folder, write, step)
+        temporary.mkdir(parents=True)
+        write(temporary)
+        files = sorted(path for path in temporary.iterdir() if path.is_file())
+        records = {path.name: record_of(path).fields() for path in files}
+        (temporary / MANIFEST).write_bytes(render(step, records, {}))
+        for path in (*files, temporary / MANIFEST, temporary):
+            sync(path)
+        if folder.exists():
+            folder.rename(aside)
+        temporary.rename(folder)
+        sync(folder.parent)
     except (OSError, SafetensorError) as error:
         cause = getattr(error, "strerror", None) or str(error)
         remedy = "Free some space there; the same command writes it again"
         raise UserError(f"{folder} could not be written", cause, remedy) from None
-
-
-def _publish(folder: Path, write: Callable[[Path], None], step: int) -> Path:
-    temporary, aside = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
-    for leftover in (temporary, aside):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    write(temporary)
-    files = sorted(path for path in temporary.iterdir() if path.is_file())
-    records = {path.name: record_of(path).fields() for path in files}
-    (temporary / MANIFEST).write_bytes(render(step, records, {}))
-    for path in (*files, temporary / MANIFEST, temporary):
-        sync(path)
-    if folder.exists():
-        folder.rename(aside)
-    temporary.rename(folder)
-    sync(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
     return folder
 
@@ -110,15 +106,15 @@ def _write_adapter(model: Any, base: Base, folder: Path) -> None:
 
 def _write_model(model: Any, base: Base, folder: Path) -> None:
     settings: Any = getattr(model, "generation_config", None)
-    own = base.folder / SAMPLING
-    # Many models come with settings of sampling that the library loads and then refuses to save: they are copied.
+    own = base.folder / GENERATION_CONFIG
+    # The library loads the sampling settings of many models but refuses to save them: their file is copied.
     copied = settings is not None and own.is_file()
     if copied:
         model.generation_config = type(settings)()
     model.save_pretrained(str(folder), max_shard_size=ONE_FILE)
     if copied:
         model.generation_config = settings
-        shutil.copyfile(own, folder / SAMPLING)
+        shutil.copyfile(own, folder / GENERATION_CONFIG)
     base.tokenizer.save_pretrained(str(folder))
 
 

@@ -1,13 +1,14 @@
 """Memory and traffic of a fine-tuning run, before it starts.
 
-The model is built and run once on tensors that are only shapes, which takes no memory. So its parameters are counted
-and its activations are what autograd would keep, whatever the architecture.
+The model is built and run once on tensors without data, which takes no memory. This counts the parameters and the
+activations that autograd would keep, for any architecture.
 """
 
 import copy
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,21 +27,21 @@ from andon.run.plan import Plan, Trained, memory_of, sent
 
 
 class Sizes:
-    """How large a model is with its adapters, and how large its activations are."""
+    """The sizes of a model with its adapters, and of its activations."""
 
     def __init__(self, config: FinetuneConfig, base: Base, samples: SampleSet) -> None:
         self.base, self.samples = base, samples
-        lengths = [samples.starts[at + 1] - samples.starts[at] for at in range(len(samples))]
-        self.longest, self.mean_length = int(max(lengths)), float(sum(lengths)) / len(lengths)
+        lengths = np.diff(samples.starts)
+        self.longest, self.mean_length = int(lengths.max()), float(lengths.mean())
         self._model = self._build(config)
         units = [(name, sum(value.numel() for _, value in found)) for name, found in backward_order(self._model)]
-        blocks = [size for name, size in units if name.rpartition(".")[2].isdigit()]
-        self.trained = Trained(blocks, [size for name, size in units if not name.rpartition(".")[2].isdigit()])
+        blocks = [size for name, size in units if _is_block(name)]
+        self.trained = Trained(blocks, [size for name, size in units if not _is_block(name)])
         self.all_parameters = sum(value.numel() for value in self._model.parameters())
         self.activations = cache(self._activations)
 
     def plan(self, config: FinetuneConfig) -> Plan:
-        """The arithmetic of a configuration of this model and these samples."""
+        """The memory and traffic of a configuration with this model and these samples."""
         train = config.train
         tokens = round(train.slots * train.micro_batch * self.mean_length)
         frozen = 4 * (self.all_parameters - self.trained.parameters)
@@ -59,15 +60,15 @@ class Sizes:
             return (add_adapters(model, self.samples.task, config.lora) if config.lora.rank else model).train()
 
     def _activations(self, rows: int) -> int:
-        """Bytes alive when backward of a slot with so many of the longest sample begins: what autograd keeps, and two
-        gradients of the logits."""
+        """Bytes alive at the start of backward, for a slot with this many rows of the longest sample: the tensors that
+        autograd keeps, and two gradients of the logits."""
         kept: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            kept[_memory(tensor)] = tensor.untyped_storage().nbytes()
+            kept[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with FakeTensorMode():  # unlike those on the device `meta`, such tensors choose the kernels of a CPU
+        with FakeTensorMode():  # unlike tensors on the device `meta`, these select the kernels of a CPU
             tensors = (*self._model.named_parameters(), *self._model.named_buffers())
             weights = {name: _like(value) for name, value in tensors}
             tokens = torch.zeros(rows, self.longest, dtype=torch.long)
@@ -75,28 +76,29 @@ class Sizes:
                 logits = self._logits(weights, tokens).float().flatten(0, -2)
                 loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
             del loss
-        own = {_memory(value) for value in weights.values()}
-        return sum(size for memory, size in kept.items() if memory not in own) + 2 * 4 * logits.numel()
+        own = {_storage_id(value) for value in weights.values()}
+        return sum(size for storage, size in kept.items() if storage not in own) + 2 * 4 * logits.numel()
 
     def _logits(self, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        more: dict[str, Any] = {"input_ids": tokens}
+        inputs: dict[str, Any] = {"input_ids": tokens}
         if self.samples.task == "answers":
-            more["use_cache"] = False
+            inputs["use_cache"] = False
             if keeps_logits(self._model):
-                more["logits_to_keep"] = self._most_answers()
+                counts = [(self.samples.answer(number) != NO_TARGET).sum() for number in range(len(self.samples))]
+                inputs["logits_to_keep"] = int(max(counts))
         try:
-            logits: Tensor = functional_call(self._model, weights, kwargs=more).logits
-        except Exception as error:  # models raise nearly everything
-            remedy = "`andon finetune` itself may work: a plan needs a model that computes with shapes alone"
+            logits: Tensor = functional_call(self._model, weights, kwargs=inputs).logits
+        except Exception as error:  # models raise many kinds of errors
+            remedy = "`andon finetune` itself may work: a plan needs a model that runs on tensors without data"
             raise UserError(f"There is no plan for {self.base.folder}", first_line(error), remedy) from None
         return logits
 
-    def _most_answers(self) -> int:
-        counts = [int((self.samples.answer(number) != NO_TARGET).sum()) for number in range(len(self.samples))]
-        return max(counts)
+
+def _is_block(unit: str) -> bool:
+    return unit.rpartition(".")[2].isdigit()
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
 

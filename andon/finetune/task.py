@@ -1,6 +1,6 @@
-"""What is learned: the class of a text, or the tokens of an answer. Loss, and how many answers are right.
+"""The loss of both tasks, the class of a text or the tokens of an answer, and the number of right answers.
 
-`correct` and `total` of a step are summed over all slots of all ranks; they travel with the step's exchange.
+`correct` and `total` of a step are summed over all slots of all ranks; they are sent with the step's exchange.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ import inspect
 import struct
 from collections.abc import Iterable, Sequence
 from math import fsum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,26 +23,18 @@ from andon.transport.base import Group
 PART = struct.Struct("<IdQQ")  # micro-batch, summed loss, right answers, answers
 
 
-class Score(NamedTuple):
-    """How good answers are: the mean loss, and how many were right of how many."""
-
-    loss: float
-    correct: int
-    total: int
-
-    @property
-    def accuracy(self) -> float:
-        """The share of right answers."""
-        return self.correct / max(1, self.total)
+def accuracy_fields(correct: int, total: int) -> dict[str, float]:
+    """The fields of an event about right answers."""
+    return {"correct": correct, "total": total, "accuracy": correct / max(1, total)}
 
 
-class Learning:
-    """Computes the loss of a model on batches of one task, in bf16 or f32, and counts right answers on the way."""
+class Scorer:
+    """Computes the loss of a model on batches of one task, in bf16 or f32, and counts right answers."""
 
     def __init__(self, model: nn.Module, task: Task, padding: int, progress: Progress, bf16: bool) -> None:
         self.model, self.task, self.padding = model, task, padding
         self.accuracy = Accuracy(progress)
-        self._keeps = keeps_logits(model)
+        self._keeps_logits = keeps_logits(model)
         self._device, self._bf16 = next(model.parameters()).device, bf16
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -50,13 +42,13 @@ class Learning:
         return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of a slot, summed over its targets; its right answers are counted."""
-        loss, right = self.judge(x, y)
+        """The loss of a slot, summed over its targets; its right answers count for the step."""
+        loss, right = self.score(x, y)
         self.accuracy.count(right, y)
         return loss
 
-    def judge(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed loss, and the number of right answers."""
+    def score(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss summed over targets, and the number of right answers."""
         with self.autocast():
             logits, y = self._classes(x, y) if self.task == "classes" else self._answers(x, y)
         logits = logits.float()
@@ -69,9 +61,9 @@ class Learning:
         return logits, y
 
     def _answers(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        # Padding comes last, where causal attention does not look back at it: no mask is needed.
+        # Padding comes last, and causal attention never looks ahead: no mask is needed.
         tokens = x.clamp(min=0)
-        if not self._keeps:
+        if not self._keeps_logits:
             logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         else:
             asked = (y != NO_TARGET).any(0).nonzero().flatten()
@@ -80,59 +72,55 @@ class Learning:
         return logits[counts], y[counts]
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], group: Group) -> Score:
-        """The score on held-out samples. Ranks share the micro-batches; the sum is exact, so that their number
-        cannot matter."""
+    def evaluate(self, batches: Iterable[Batch], group: Group) -> tuple[float, int, int]:
+        """The mean loss, right answers and answers of all ranks; the sum is exact, for any number of ranks."""
         device, was_training, mine = self._device, self.model.training, b""
         self.model.eval()
         for number, (x, y) in enumerate(batches):
             if number % group.world_size == group.rank:
-                loss, right = self.judge(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
+                loss, right = self.score(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
                 mine += PART.pack(number, loss.item(), int(right), int((y != NO_TARGET).sum()))
         self.model.train(was_training)
         parts = [part for packed in group.all_gather_bytes(mine) for part in PART.iter_unpack(packed)]
         total = sum(count for *_, count in parts)
-        return Score(fsum(loss for _, loss, *_ in parts) / max(1, total), sum(part[2] for part in parts), total)
+        return fsum(loss for _, loss, *_ in parts) / max(1, total), sum(part[2] for part in parts), total
 
 
 def keeps_logits(model: nn.Module) -> bool:
-    """Whether a model can leave out the logits of tokens that are not asked for, which is most of a prompt."""
+    """Whether a model can compute the logits of chosen tokens only, which leaves out most of a prompt."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return "logits_to_keep" in inspect.signature(base.forward).parameters
 
 
 class Accuracy:
-    """The right answers of each step, over all ranks: a passenger of the step's exchange."""
+    """The right answers of each step over all ranks: a passenger of the step's exchange."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._seen: list[Reading] = []
         self._steps: dict[int, tuple[int, int]] = {}
-        """By step: right answers, and all; of the step that is committed and the next."""
+        """Right answers and all answers of the last committed step and the next one, by step."""
 
     def of(self, step: int) -> dict[str, float]:
-        """What is known of a step."""
-        if step not in self._steps:  # this rank was not there yet
-            return {}
-        correct, total = self._steps[step]
-        return {"correct": correct, "total": total, "accuracy": correct / max(1, total)}
+        """The fields of a step's event; none if this rank joined after it."""
+        return accuracy_fields(*self._steps[step]) if step in self._steps else {}
 
     def count(self, right: Tensor, y: Tensor) -> None:
-        """A slot's right answers; a GPU is not waited for before the step ends."""
+        """Add a slot's right answers, without waiting for a GPU before the step ends."""
         self._seen.append(Reading(torch.stack([right, (y != NO_TARGET).sum()])))
 
     def forget(self) -> None:
-        """The step is done again from its first slot."""
+        """Forget the counted slots, because the step is done again from its first slot."""
         self._seen = []
 
     def status(self) -> list[int]:
-        """Right answers and answers of this rank's slots."""
+        """Right answers and all answers of this rank's slots."""
         seen, self._seen = self._seen, []
         answers = [each.values() for each in seen]
         return [sum(right for right, _ in answers), sum(count for _, count in answers)]
 
     def receive(self, statuses: Sequence[Sequence[int]]) -> None:
-        """Those of all ranks."""
+        """Add up the answers of all ranks."""
         done = self._progress.step
         self._steps = {step: answers for step, answers in self._steps.items() if step == done}
         self._steps[done + 1] = sum(right for right, _ in statuses), sum(count for _, count in statuses)

@@ -14,7 +14,7 @@ from torch import nn
 
 from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
 from andon.config.schema import RunSettings
-from andon.data.build import Prepared
+from andon.data.cache import Prepared
 from andon.engine.loader import BatchSource
 from andon.engine.optimizer import AdamW, Optimizer
 from andon.engine.parallel import DataParallel

@@ -258,7 +258,7 @@ MUTANTS = [
     Mutant(
         "wrong-data-kept",
         "Data that does not have the digest is used.",
-        "data/build.py",
+        "data/cache.py",
         "if open_sound(fresh, digest, open_folder) is None:",
         "if not digest:",
         ("test_coordinator.py::test_what_arrives_with_another_digest_is_not_kept",),

@@ -223,7 +223,7 @@ MUTANTS = [
         "answers-counted-again",
         "The answers of a step that is done again are counted twice.",
         "finetune/loop.py",
-        "        self.learning.accuracy.forget()\n",
+        "        self.scorer.accuracy.forget()\n",
         "",
         ("test_finetune_runs.py::test_a_worker_is_killed_and_the_answer_stays",),
     ),

@@ -1,1 +1,1 @@
-"""The samples of a fine-tuning: rows, tokens, batches."""
+"""The samples of a fine-tuning run: rows, tokens, batches."""

@@ -1,7 +1,7 @@
 """The user's samples as rows: lines of .jsonl files, also .gz, and rows of .parquet files, each with its place.
 
-Columns say what kind of samples they are: `text` and `label`, `prompt` and `completion`, or `messages`. The first row
-decides, and every other one must have the same columns. What is wrong with a row is an error that names its line.
+The columns of the first row decide the kind of all samples: `text` and `label`, `prompt` and `completion`, or
+`messages`. An error in a row names its file and line.
 """
 
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from andon.data.sources import find_files, kind_of, open_plain, reading
+from andon.data.sources import find_files, import_pyarrow, kind_of, open_decompressed, reading
 from andon.errors import UserError, shown
 
 Columns = Literal["text + label", "prompt + completion", "messages"]
@@ -25,7 +25,7 @@ NEEDED: Final = "Give every row text and label, prompt and completion, or messag
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample comes from; lines and rows count from 1."""
+    """The file and line, or row, of a sample; both count from 1."""
 
     file: Path
     line: int
@@ -48,32 +48,32 @@ class Row:
     fields: Mapping[str, Any]
 
     def text(self, name: str) -> str:
-        """A column that must be text; halves of a surrogate pair, which UTF-8 cannot hold, are replaced."""
+        """The value of a column that must be text."""
         value = self.fields[name]
         if not isinstance(value, str):
             raise bad_row(self.place, f"`{name}` is not text", f"It is {shown(value)}", f"Make `{name}` a string")
-        return plain(value)
+        return replace_surrogates(value)
 
 
-def plain(text: str) -> str:
-    """A text that can be written as UTF-8."""
+def replace_surrogates(text: str) -> str:
+    """Replace halves of surrogate pairs, which UTF-8 cannot encode."""
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def data_files(paths: Sequence[str]) -> list[Path]:
-    """The files that files, folders and globs name."""
+    """Find the sample files that files, folders and globs name."""
     return find_files(paths, SUFFIXES, "sample")
 
 
 def read_rows(files: Sequence[Path]) -> Iterator[Row]:
-    """The rows of all files, in order."""
+    """Read the rows of all files in order."""
     for file in files:
         with reading(file):
             yield from (_parquet if kind_of(file) == ".parquet" else _jsonl)(file)
 
 
 def find_columns(row: Row) -> Columns:
-    """What kind of samples the first row shows."""
+    """Find the kind of samples from the columns of the first row."""
     names = row.fields.keys()
     fitting = [kind for kind, columns in COLUMNS.items() if names >= set(columns)]
     if len(fitting) != 1:
@@ -91,7 +91,7 @@ def check_columns(row: Row, kind: Columns) -> None:
 
 
 def _jsonl(file: Path) -> Iterator[Row]:
-    with open_plain(file) as stream:
+    with open_decompressed(file) as stream:
         for number, line in enumerate(stream, 1):
             place = Place(file, number)
             if not line.strip():
@@ -106,18 +106,12 @@ def _jsonl(file: Path) -> Iterator[Row]:
 
 
 def _parquet(file: Path) -> Iterator[Row]:
+    pyarrow, number = import_pyarrow(file), 0
     try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        remedy = "pip install 'andon[parquet]'"
-        raise UserError(f"{file} cannot be read", "pyarrow is not installed", remedy) from None
-    number = 0
-    try:
-        with pq.ParquetFile(file) as table:
+        with pyarrow.parquet.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=256):
                 for fields in batch.to_pylist():
                     number += 1
                     yield Row(Place(file, number), fields)
-    except pa.ArrowException as error:
+    except pyarrow.ArrowException as error:
         raise bad_row(Place(file, number + 1), "the table ends", str(error).splitlines()[0]) from None

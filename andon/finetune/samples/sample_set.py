@@ -1,7 +1,7 @@
 """Samples on disk, mapped into memory by every worker, and dealt to the slots of each step.
 
 A *sample set* is a folder of the token cache with four arrays: the tokens of all samples one after another, their
-targets, where each sample starts, and the file and line that it comes from. `meta.json` is written last.
+targets, the start of each sample, and its file and line. `meta.json` is written last.
 """
 
 import json
@@ -16,16 +16,16 @@ from blake3 import blake3
 
 from andon.config.finetune import FinetuneConfig, Task
 from andon.data.batches import NO_TARGET, Batch, Windows
+from andon.data.cache import damaged
 from andon.data.sources import digest as file_digest
-from andon.errors import UserError
 from andon.finetune.samples.rows import Columns
 
 FORMAT: Final = 1
 ARRAYS: Final = ("ids", "targets", "starts", "places")
 FACTS: Final = ("task", "columns", "labels", "files", "context")
-"""What meta.json says of them besides."""
+"""The fields of meta.json that the digest covers besides the arrays."""
 PADDING: Final = -1
-"""The token that stands where a shorter sample of a batch has ended."""
+"""The token that fills up shorter samples of a batch."""
 
 
 class SampleSet:
@@ -47,10 +47,10 @@ class SampleSet:
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
             if meta["format"] != FORMAT or not meta.keys() >= {"arrays", "digest", *FACTS}:
-                raise ValueError("these are no samples of this Andon")
+                raise ValueError("meta.json is not that of samples in this version's format")
             return cls(folder, meta)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _damaged(folder, str(error)) from None
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
+            raise damaged(folder, str(error)) from None
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -69,7 +69,7 @@ class SampleSet:
         return int(found[0]) if len(found) else None
 
     def texts(self, number: int, tokenizer: Any) -> tuple[str, str]:
-        """What the model reads of a sample, and what it must answer."""
+        """The text that the model reads of a sample, and the expected answer."""
         ids, targets = self.tokens(number), self.answer(number)
         if self.task == "classes":
             return tokenizer.decode(ids.tolist(), skip_special_tokens=True), self.labels[int(targets[0])]
@@ -91,16 +91,16 @@ class SampleSet:
         return np.array(self.targets[self.starts[number] : self.starts[number + 1]], np.int64)
 
     def verify(self) -> None:
-        """Compare the digest of every array with meta.json, and its own."""
+        """Compare the digests of all arrays and of meta.json with the recorded ones."""
         if digest_of(self.meta) != self.digest:
-            raise _damaged(self.folder, "meta.json does not have the digest that it names")
+            raise damaged(self.folder, "the fields of meta.json do not have the digest in it")
         for name in ARRAYS:
             if file_digest(array_file(self.folder, name)) != self.meta["arrays"][name]:
-                raise _damaged(self.folder, f"the BLAKE3 of {name} is not the one in meta.json")
+                raise damaged(self.folder, f"the BLAKE3 of {name} is not the one in meta.json")
 
 
 class SampleBatches(Windows):
-    """Samples as micro-batches, a pure function of step and slot; a shorter sample is padded."""
+    """Samples as micro-batches, a pure function of step and slot; shorter samples are padded."""
 
     def __init__(self, samples: SampleSet, config: FinetuneConfig) -> None:
         train = config.train
@@ -120,11 +120,10 @@ class SampleBatches(Windows):
         return map(self.stack, self.validation_windows(count))
 
     def stack(self, numbers: Sequence[int]) -> Batch:
-        """Inputs and targets of some samples; the target of a token is the one that follows it."""
-        classes = self.samples.task == "classes"
+        """Inputs and targets of some samples; the target of a token is the token that follows it."""
         rows = [self.samples.tokens(number) for number in numbers]
         answers = [self.samples.answer(number) for number in numbers]
-        if classes:
+        if self.samples.task == "classes":
             return _padded(rows, PADDING), np.concatenate(answers)
         return _padded([row[:-1] for row in rows], PADDING), _padded([row[1:] for row in answers], NO_TARGET)
 
@@ -137,21 +136,17 @@ def _padded(rows: Sequence[npt.NDArray[np.int64]], filler: int) -> npt.NDArray[n
 
 
 def steps_of(config: FinetuneConfig, samples: SampleSet) -> int:
-    """The number of steps: as given, or as many as the epochs take."""
+    """The number of steps: `train.steps`, or as many as `train.epochs` take."""
     train = config.train
     training = SampleBatches(samples, config).training
     return train.steps or max(1, math.ceil(train.epochs * training / (train.slots * train.micro_batch)))
 
 
 def digest_of(meta: Mapping[str, Any]) -> str:
-    """BLAKE3 of a sample set: of its arrays, and of what they mean."""
+    """BLAKE3 of a sample set: the digests of its arrays, and the facts about them."""
     return blake3(json.dumps([meta["arrays"], {name: meta[name] for name in FACTS}]).encode()).hexdigest()
 
 
 def array_file(folder: Path, name: str) -> Path:
-    """Where an array of a sample set lies."""
+    """The file of an array."""
     return folder / f"samples-{name}.npy"
-
-
-def _damaged(folder: Path, cause: str) -> UserError:
-    return UserError(f"{folder} is damaged", cause, f"rm -r {folder}, then start again: it will be built again")

@@ -1,6 +1,6 @@
-"""Making a sample set: the launcher reads the rows and tokenizes them once.
+"""Builds sample sets: the launcher reads the rows and tokenizes them once.
 
-It is named by the digest of what it was made from: the rows, the tokenizer, the context and the share that is held out.
+A sample set is named by the digest of its sources: the rows, the tokenizer, the context and the held-out share.
 """
 
 import json
@@ -8,50 +8,36 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-from blake3 import blake3
 
 from andon.config.finetune import FinetuneConfig
 from andon.data.batches import Windows
-from andon.data.build import publish, remove_stale, temporary
+from andon.data.cache import find_or_build
 from andon.data.sources import digest as file_digest
-from andon.data.sources import digests, quiet, stamp
+from andon.data.sources import digests, quiet
 from andon.errors import UserError
-from andon.files import expand
 from andon.finetune.base import Base
 from andon.finetune.samples.encode import Encoder, Sample, label_of, unknown_class, unseen_label
 from andon.finetune.samples.rows import Columns, Row, check_columns, data_files, find_columns, read_rows
 from andon.finetune.samples.sample_set import ARRAYS, FORMAT, SampleSet, array_file, digest_of
 
-AT_ONCE: Final = 512
-"""Rows that are tokenized together."""
+BATCH_ROWS: Final = 512
+"""Number of rows that are tokenized together."""
 
 
 def prepare_samples(config: FinetuneConfig, base: Base) -> SampleSet:
-    """The samples of a configuration, tokenized now or taken from the cache."""
-    cache, files = expand(config.data.cache).absolute(), data_files(config.data.files)
+    """Take the samples of a configuration from the cache, or tokenize them."""
+    files, validation = data_files(config.data.files), config.data.validation
     context = min(config.train.context, base.positions or config.train.context)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        remove_stale(cache)
-        stamps = [stamp(file) for file in files]
+
+    def key(cache: Path) -> list[Any]:
         content = digests(files, cache / "digests.json", quiet)
-        key = [FORMAT, context, config.data.validation, content, short_names(files), base.digest()]
-        folder = cache / f"samples-{blake3(json.dumps(key).encode()).hexdigest(length=16)}"
-        if not folder.exists():
-            with temporary(cache) as fresh:
-                _Builder(files, base, context, config.data.validation).build(fresh)
-                if stamps != [stamp(file) for file in files]:
-                    what = "The samples changed while they were being tokenized"
-                    raise UserError(what, "Another program writes to them", "Wait until they are complete")
-                publish(fresh, folder)
-    except OSError as error:
-        cause = f"{error.strerror or error} ({error.filename or 'while writing'})"
-        remedy = "Free some space there, make it writable, or choose another folder: --data.cache FOLDER"
-        raise UserError(f"The token cache {cache} cannot be written", cause, remedy) from error
-    found = SampleSet.open(folder)
+        return [FORMAT, context, validation, content, short_names(files), base.digest()]
+
+    build = _Builder(files, base, context, validation).build
+    found = SampleSet.open(find_or_build(config.data.cache, files, "samples-", key, build))
     found.verify()
     return found
 
@@ -76,19 +62,20 @@ class _Builder:
 
     def _batches(self, columns: Columns) -> Iterator[list[Row]]:
         rows = read_rows(self.files)
-        while batch := list(islice(rows, AT_ONCE)):
+        while batch := list(islice(rows, BATCH_ROWS)):
             for row in batch:
                 check_columns(row, columns)
             yield batch
 
     def _labels(self) -> list[str]:
-        """The classes, in the model's own order if it has names for them; held-out samples must be of these."""
+        """The classes, in the model's own order if it names them; held-out samples must have one of these, too."""
         places, named = [], []
         for row in read_rows(self.files):
             check_columns(row, "text + label")
             places.append(row.place)
             named.append(label_of(row))
-        held_out = {number for batch in _windows(len(named), self.validation) for number in batch}
+        windows = Windows(len(named), 0, 1, 1, self.validation)
+        held_out = {number for (number,) in windows.validation_windows(windows.held_out)}
         seen = {name for number, name in enumerate(named) if number not in held_out}
         own = self.base.own_labels
         known = own or sorted(seen, key=_order)
@@ -98,7 +85,7 @@ class _Builder:
                 raise unknown_class(place, name, known) if own else unseen_label(place, name, known)
         if len(known) < 2:
             remedy = "Give samples of at least two classes"
-            raise UserError(f"All samples have the label {known[0]!r}", "There is nothing to tell apart", remedy)
+            raise UserError(f"All samples have the label {known[0]!r}", "There is nothing to distinguish", remedy)
         return known
 
     def _write(self, folder: Path, samples: list[Sample], columns: Columns, labels: list[str], cut: int) -> None:
@@ -127,7 +114,7 @@ class _Builder:
 
 
 def short_names(files: Sequence[Path]) -> list[str]:
-    """What a halt calls the files: their names, with the folders in which they differ if that is not enough."""
+    """The names of files in a halt: without folders, if they differ without them."""
     names = [file.name for file in files]
     if len(set(names)) == len(names):
         return names
@@ -135,13 +122,7 @@ def short_names(files: Sequence[Path]) -> list[str]:
     return [file.absolute().relative_to(shared).as_posix() for file in files]
 
 
-def _windows(count: int, validation: float) -> list[list[int]]:
-    """The held-out samples of `count`; none if there is no share."""
-    found = Windows(count, 0, 1, 1, validation)
-    return found.validation_windows(count) if found.held_out else []
-
-
 def _order(label: str) -> tuple[int, int, str]:
-    """Numbers by their value, then names."""
+    """The sorting key of labels: numbers by their value, then names."""
     number = label.removeprefix("-")
     return (0, int(label), "") if number.isdecimal() and len(number) < 20 else (1, 0, label)
