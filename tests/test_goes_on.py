@@ -135,7 +135,7 @@ def test_without_replicas_all_go_back_to_the_newest_checkpoint(tmp_path: Path) -
     step, output = stop(process, folder)
     assert "from the checkpoint of step" in output, output
     assert_undisturbed(tmp_path, step)
-    assert "went back to a checkpoint 1 time" in andon("audit", "run", cwd=tmp_path)[1]
+    assert "went back to a checkpoint once" in andon("audit", "run", cwd=tmp_path)[1]
 
 
 def test_a_worker_that_was_alone_is_started_again_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
