@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 # Tests that measure how soon something is noticed run after the others, one at a time.
 test: $(VENV)/installed-test
 	$(MAKE) --no-print-directory -j 2 check together
-	$(BIN)/python -m pytest -m "not soak and alone" $$(grep -l mark.alone tests/test_*.py)
+	$(BIN)/python -m pytest -m "not soak and alone" $$(grep -rl --include='test_*.py' mark.alone tests)
 
 together: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m "not soak and not alone" -n 3 --dist worksteal
@@ -37,13 +37,13 @@ BEFORE ?= HEAD
 PAIRS ?=
 SETTINGS ?=
 compare: $(VENV)/installed-test
-	$(BIN)/python -m tests.compare $(BEFORE) $(PAIRS:%=--pairs %) $(SETTINGS)
+	$(BIN)/python -m tests.bench.compare $(BEFORE) $(PAIRS:%=--pairs %) $(SETTINGS)
 
 # Compare a benchmark of this tree with that of another commit. BENCH="checkpoint --preset 30m" FIGURES=stall_s,step_s
 BENCH ?= transport
 FIGURES ?= ms
 compare-bench: $(VENV)/installed-test
-	$(BIN)/python -m tests.compare_bench $(BEFORE) $(PAIRS:%=--pairs %) --figures $(FIGURES) $(BENCH)
+	$(BIN)/python -m tests.bench.compare_bench $(BEFORE) $(PAIRS:%=--pairs %) --figures $(FIGURES) $(BENCH)
 
 # Build the book as a site in build/site; a dead link is an error.
 docs: $(VENV)/installed-docs

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests import prefork, runs
+from tests.kit import prefork, runs
 
 settings.register_profile("andon", derandomize="ANDON_SOAK_SEED" not in os.environ, deadline=None)
 settings.load_profile("andon")

@@ -18,9 +18,9 @@ from andon.engine.loader import Loader
 from andon.engine.reading import Reading
 from andon.model.loss import loss_of_chunk
 from andon.transport.local import LocalGroup
-from tests.runs import andon as run
-from tests.runs import events, summary
-from tests.test_goes_on import run_of, steps_after, stop, wait_for, wait_for_newest
+from tests.kit.runs import andon as run
+from tests.kit.runs import events, summary
+from tests.membership.test_goes_on import run_of, steps_after, stop, wait_for, wait_for_newest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,7 +115,7 @@ def test_a_run_that_grows_and_shrinks_gives_the_answer_of_one_worker(tmp_path: P
 
 def test_fine_tuning_gives_one_answer_and_counts_right_answers(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    from tests.tuning import make_model, plots
+    from tests.finetune.tuning import make_model, plots
 
     make_model(tmp_path / "llama")
     plots(tmp_path / "plots.jsonl", 120)

@@ -8,7 +8,7 @@ import torch
 
 from andon.checkpoint.disk.store import weights_blake3
 from andon.model.hub import load_model
-from tests.runs import andon, events, summary, train
+from tests.kit.runs import andon, events, summary, train
 
 
 def test_from_nothing_to_a_model_that_writes(tmp_path: Path) -> None:

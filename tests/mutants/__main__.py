@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants import ROOT, Mutant, everything
+from tests import ROOT
+from tests.mutants import Mutant, everything
 
 ENOUGH = 0.95
 DEADLINE = 400.0  # seconds; the tests have deadlines of their own, which must be the first to end a hang

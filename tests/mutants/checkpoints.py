@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants import Mutant
 
-FILES = "test_saved_files.py"
-ORDER = "test_saved_files.py::test_files_are_on_disk_before_the_manifest_and_the_manifest_before_the_name"
+FILES = "checkpoint/test_saved_files.py"
+ORDER = "checkpoint/test_saved_files.py::test_files_are_on_disk_before_the_manifest_and_the_manifest_before_the_name"
 
 MUTANTS = [
     Mutant(
@@ -64,7 +64,7 @@ MUTANTS = [
         "checkpoint/disk/manifest.py",
         "if tensor and part.hexdigest() != digest:",
         "if tensor and not part.hexdigest():",
-        ("test_checkpoint.py::test_damage_is_refused_named_and_passed_over",),
+        ("checkpoint/test_checkpoint.py::test_damage_is_refused_named_and_passed_over",),
     ),
     Mutant(
         "headers-not-hashed",
@@ -72,7 +72,7 @@ MUTANTS = [
         "checkpoint/disk/manifest.py",
         "if whole.hexdigest() != expected.blake3 and not found:",
         "if not whole.hexdigest() and not found:",
-        ("test_checkpoint.py::test_damage_is_refused_named_and_passed_over",),
+        ("checkpoint/test_checkpoint.py::test_damage_is_refused_named_and_passed_over",),
     ),
     Mutant(
         "manifest-not-checked",
@@ -97,7 +97,7 @@ MUTANTS = [
         "checkpoint/disk/manifest.py",
         'if name != Path(name).name or "\\\\" in name or name in (NAME, ".", ".."):',
         "if name == NAME:",
-        ("test_checkpoint.py::test_a_manifest_that_points_elsewhere_is_refused",),
+        ("checkpoint/test_checkpoint.py::test_a_manifest_that_points_elsewhere_is_refused",),
     ),
     Mutant(
         "planted-files-accepted",
@@ -105,7 +105,7 @@ MUTANTS = [
         "checkpoint/disk/manifest.py",
         "        if path.name not in manifest.files:\n",
         "        if path.name in ():\n",
-        ("test_checkpoint.py::test_a_file_that_is_missing_or_planted_is_refused",),
+        ("checkpoint/test_checkpoint.py::test_a_file_that_is_missing_or_planted_is_refused",),
     ),
     Mutant(
         "no-weights-needed",
@@ -113,7 +113,9 @@ MUTANTS = [
         "checkpoint/disk/manifest.py",
         'REQUIRED = ("model.safetensors", "state.json")',
         'REQUIRED = ("state.json",)',
-        ("test_checkpoint_commands.py::test_a_manifest_that_does_not_list_what_a_checkpoint_needs_is_damage",),
+        (
+            "checkpoint/test_checkpoint_commands.py::test_a_manifest_that_does_not_list_what_a_checkpoint_needs_is_damage",
+        ),
     ),
     Mutant(
         "other-step-accepted",
@@ -121,7 +123,7 @@ MUTANTS = [
         "checkpoint/disk/manifest.py",
         "if step_of(folder) not in (-1, manifest.step):",
         "if step_of(folder) < -1:",
-        ("test_checkpoint.py::test_a_checkpoint_under_the_name_of_another_step_is_refused",),
+        ("checkpoint/test_checkpoint.py::test_a_checkpoint_under_the_name_of_another_step_is_refused",),
     ),
     Mutant(
         "agreed-digests-not-compared",
@@ -137,7 +139,7 @@ MUTANTS = [
         "checkpoint/disk/store.py",
         "if tensor_blake3(found) != known.files[file].tensors[tensor][2]:",
         "if not tensor_blake3(found):",
-        ("test_checkpoint.py::test_moments_are_verified_by_the_rank_that_reads_them",),
+        ("checkpoint/test_checkpoint.py::test_moments_are_verified_by_the_rank_that_reads_them",),
     ),
     Mutant(
         "moments-with-gaps",
@@ -153,7 +155,7 @@ MUTANTS = [
         "checkpoint/disk/listing.py",
         "return set(found[-keep:]) |",
         "return set(found[1 - keep :]) |",
-        ("test_checkpoint_commands.py::test_the_last_few_and_every_nth_are_kept",),
+        ("checkpoint/test_checkpoint_commands.py::test_the_last_few_and_every_nth_are_kept",),
     ),
     Mutant(
         "keep-every-ignored",
@@ -161,7 +163,7 @@ MUTANTS = [
         "checkpoint/disk/listing.py",
         "{step for step in found if every and step % every == 0}",
         "{step for step in found if every and step % every == every}",
-        ("test_checkpoint_commands.py::test_the_last_few_and_every_nth_are_kept",),
+        ("checkpoint/test_checkpoint_commands.py::test_the_last_few_and_every_nth_are_kept",),
     ),
     Mutant(
         "last-step-not-saved",
@@ -169,7 +171,7 @@ MUTANTS = [
         "checkpoint/disk/listing.py",
         "return step > 0 and (last or (every > 0 and step % every == 0))",
         "return step > 0 and every > 0 and step % every == 0",
-        ("test_listing.py",),
+        ("checkpoint/test_listing.py",),
     ),
     Mutant(
         "set-aside-is-lost",
@@ -177,7 +179,7 @@ MUTANTS = [
         "checkpoint/disk/listing.py",
         "        if not checkpoint.exists():\n            aside.rename(checkpoint)\n",
         "        if checkpoint.exists():\n            aside.rename(checkpoint)\n",
-        ("test_checkpoint.py::test_a_checkpoint_that_a_kill_left_set_aside_gets_its_name_again",),
+        ("checkpoint/test_checkpoint.py::test_a_checkpoint_that_a_kill_left_set_aside_gets_its_name_again",),
     ),
     Mutant(
         "names-with-zeros",
@@ -185,7 +187,7 @@ MUTANTS = [
         "checkpoint/disk/listing.py",
         "(0|[1-9]\\d*)",
         "(\\d+)",
-        ("test_listing.py",),
+        ("checkpoint/test_listing.py",),
     ),
     Mutant(
         "half-a-removal",
@@ -193,7 +195,7 @@ MUTANTS = [
         "checkpoint/disk/store.py",
         '    shutil.rmtree(_set_aside(checkpoint, ".removed"))\n',
         "    shutil.rmtree(checkpoint)\n",
-        ("test_listing.py",),
+        ("checkpoint/test_listing.py",),
     ),
     Mutant(
         "leftovers-stay",
@@ -201,7 +203,7 @@ MUTANTS = [
         "checkpoint/disk/store.py",
         'for leftover in self.folder.glob(".checkpoint-*"):',
         'for leftover in self.folder.glob(".removed-*"):',
-        ("test_checkpoint.py::test_a_death_in_each_phase_leaves_a_good_checkpoint",),
+        ("checkpoint/test_checkpoint.py::test_a_death_in_each_phase_leaves_a_good_checkpoint",),
     ),
     Mutant(
         "strange-files-published",
@@ -209,7 +211,7 @@ MUTANTS = [
         "checkpoint/disk/store.py",
         "if strange := {path.name for path in temporary.iterdir()} - files.keys():",
         "if strange := files.keys() - {path.name for path in temporary.iterdir()}:",
-        ("test_listing.py",),
+        ("checkpoint/test_listing.py",),
     ),
     Mutant(
         "short-files-published",
@@ -217,7 +219,7 @@ MUTANTS = [
         "checkpoint/disk/store.py",
         "if (temporary / name).stat().st_size != record.size:",
         "if (temporary / name).stat().st_size > record.size:",
-        ("test_listing.py",),
+        ("checkpoint/test_listing.py",),
     ),
     # the save protocol
     Mutant(
@@ -226,7 +228,7 @@ MUTANTS = [
         "checkpoint/protocol.py",
         "return turn == self.turn and self.phase is phase and rank in self.awaited",
         "return turn == self.turn and self.phase is phase",
-        ("test_phases.py",),
+        ("checkpoint/test_phases.py",),
     ),
     Mutant(
         "late-acks-count",
@@ -234,7 +236,7 @@ MUTANTS = [
         "checkpoint/protocol.py",
         "return turn == self.turn and self.phase is phase and rank in self.awaited",
         "return self.phase is phase and rank in self.awaited",
-        ("test_phases.py",),
+        ("checkpoint/test_phases.py",),
     ),
     Mutant(
         "digests-not-compared",
@@ -242,7 +244,7 @@ MUTANTS = [
         "checkpoint/protocol.py",
         "if len(set(column)) > 1)",
         "if not column)",
-        ("test_phases.py",),
+        ("checkpoint/test_phases.py",),
     ),
     Mutant(
         "complete-before-all-wrote",
@@ -250,7 +252,7 @@ MUTANTS = [
         "checkpoint/protocol.py",
         "        if self.all_wrote and turn == self.turn:\n",
         "        if turn == self.turn:\n",
-        ("test_phases.py",),
+        ("checkpoint/test_phases.py",),
     ),
     Mutant(
         "complete-is-aborted",
@@ -258,7 +260,7 @@ MUTANTS = [
         "checkpoint/protocol.py",
         "        if self.running and self.phase is not Phase.COMPLETE:\n            self.phase, self.reason",
         "        if self.running:\n            self.phase, self.reason",
-        ("test_phases.py",),
+        ("checkpoint/test_phases.py",),
     ),
     Mutant(
         "no-deadline",
@@ -266,7 +268,7 @@ MUTANTS = [
         "checkpoint/protocol.py",
         "if now > self._deadline and self.running",
         "if now < self._deadline and not self.running",
-        ("test_phases.py",),
+        ("checkpoint/test_phases.py",),
     ),
     Mutant(
         "failures-forgotten",
@@ -274,7 +276,7 @@ MUTANTS = [
         "checkpoint/protocol.py",
         "self.acks, self.failures, self._wrote = {}, {}, set()\n        return True",
         "self.acks, self._wrote = {}, set()\n        return True",
-        ("test_phases.py",),
+        ("checkpoint/test_phases.py",),
     ),
     Mutant(
         "difference-in-rounds",
@@ -282,7 +284,7 @@ MUTANTS = [
         "checkpoint/compare.py",
         "    if a.dtype == b.dtype and as_bytes(a) == as_bytes(b):\n",
         "    if a.dtype == b.dtype and (a.float() - b.float()).abs().max() < 1:\n",
-        ("test_checkpoint_commands.py",),
+        ("checkpoint/test_checkpoint_commands.py",),
     ),
     # saver, snapshot
     Mutant(
@@ -291,7 +293,7 @@ MUTANTS = [
         "checkpoint/saver.py",
         "            wait([self._task])\n            self.stall",
         "            self.stall",
-        ("test_saved_files.py::test_no_weight_changes_before_it_has_been_copied",),
+        ("checkpoint/test_saved_files.py::test_no_weight_changes_before_it_has_been_copied",),
     ),
     Mutant(
         "changed-snapshot-published",
@@ -299,7 +301,7 @@ MUTANTS = [
         "checkpoint/disk/format.py",
         "if known.get(name, places[name][2]) != places[name][2]:",
         "if not places[name][2]:",
-        ("test_disk_trouble.py::test_a_snapshot_that_changes_in_memory_is_not_published",),
+        ("checkpoint/test_disk_trouble.py::test_a_snapshot_that_changes_in_memory_is_not_published",),
     ),
     Mutant(
         "never-tried-again",
@@ -307,7 +309,7 @@ MUTANTS = [
         "checkpoint/saver.py",
         "ATTEMPTS = 2",
         "ATTEMPTS = 1",
-        ("test_disk_trouble.py::test_what_failed_is_saved_at_the_second_attempt_as_it_was",),
+        ("checkpoint/test_disk_trouble.py::test_what_failed_is_saved_at_the_second_attempt_as_it_was",),
     ),
     Mutant(
         "late-because-of-long-steps",
@@ -315,7 +317,7 @@ MUTANTS = [
         "checkpoint/saver.py",
         "        if not any(kind for _, kind, _, _ in statuses):",
         "        if statuses:",
-        ("test_disk_trouble.py::test_a_save_is_not_late_because_the_steps_are_long",),
+        ("checkpoint/test_disk_trouble.py::test_a_save_is_not_late_because_the_steps_are_long",),
     ),
     Mutant(
         "someone-elses-folder",
@@ -323,6 +325,6 @@ MUTANTS = [
         "checkpoint/disk/store.py",
         "        self._may_write()\n",
         "",
-        ("test_disk_trouble.py::test_a_run_whose_folder_another_has_taken_writes_nothing_there",),
+        ("checkpoint/test_disk_trouble.py::test_a_run_whose_folder_another_has_taken_writes_nothing_there",),
     ),
 ]

@@ -12,7 +12,7 @@ MUTANTS = [
         "data/batches.py",
         "self.seed << 32 ^ epoch",
         "self.seed << 32",
-        ("test_batches.py",),
+        ("data/test_batches.py",),
     ),
     Mutant(
         "seed-same-order",
@@ -20,7 +20,7 @@ MUTANTS = [
         "data/batches.py",
         "self.seed << 32 ^ epoch",
         "epoch",
-        ("test_batches.py",),
+        ("data/test_batches.py",),
     ),
     Mutant(
         "windows-in-order",
@@ -28,7 +28,7 @@ MUTANTS = [
         "data/batches.py",
         "        index = _feistel(index, half, key)\n",
         "",
-        ("test_batches.py",),
+        ("data/test_batches.py",),
     ),
     Mutant(
         "held-out-in-training",
@@ -36,7 +36,7 @@ MUTANTS = [
         "data/batches.py",
         "return chosen + chosen // (self.every - 1) if self.every else chosen",
         "return chosen",
-        ("test_batches.py",),
+        ("data/test_batches.py",),
     ),
     Mutant(
         "validation-off-by-one",
@@ -44,7 +44,7 @@ MUTANTS = [
         "data/batches.py",
         "self.every * (index + 1) - 1 for",
         "self.every * index for",
-        ("test_batches.py",),
+        ("data/test_batches.py",),
     ),
     Mutant(
         "targets-not-shifted",
@@ -52,7 +52,7 @@ MUTANTS = [
         "data/batches.py",
         "return rows[:, :-1], rows[:, 1:]",
         "return rows[:, :-1], rows[:, :-1]",
-        ("test_batches.py",),
+        ("data/test_batches.py",),
     ),
     Mutant(
         "steps-from-zero",
@@ -60,7 +60,7 @@ MUTANTS = [
         "data/batches.py",
         "first = (step - 1) * self.slots",
         "first = step * self.slots",
-        ("test_batches.py",),
+        ("data/test_batches.py",),
     ),
     Mutant(
         "blocks-of-samples",
@@ -68,7 +68,7 @@ MUTANTS = [
         "data/batches.py",
         "return range(part, count, parts)",
         "return range(part * count // parts, (part + 1) * count // parts)",
-        ("test_batches.py",),
+        ("data/test_batches.py",),
     ),
     Mutant(
         "cache-ignores-tokenizer",
@@ -76,7 +76,7 @@ MUTANTS = [
         "data/build.py",
         'return [FORMAT, shard_tokens, kind, corpus.vocab_size if kind == "bpe" else 0, content]',
         'return [FORMAT, shard_tokens, corpus.vocab_size if kind == "bpe" else 0, content]',
-        ("test_data_prepare.py::test_every_tokenizer_has_tokens_of_its_own",),
+        ("data/test_data_prepare.py::test_every_tokenizer_has_tokens_of_its_own",),
     ),
     Mutant(
         "cache-ignores-vocabulary",
@@ -84,7 +84,7 @@ MUTANTS = [
         "data/build.py",
         'corpus.vocab_size if kind == "bpe" else 0, content]',
         "content]",
-        ("test_data_prepare.py::test_every_tokenizer_has_tokens_of_its_own",),
+        ("data/test_data_prepare.py::test_every_tokenizer_has_tokens_of_its_own",),
     ),
     Mutant(
         "no-end-token",
@@ -92,7 +92,7 @@ MUTANTS = [
         "data/build.py",
         "row += [tokenizer.end] if piece.ends else []",
         "row += []",
-        ("test_data_prepare.py::test_every_document_ends_with_the_end_token",),
+        ("data/test_data_prepare.py::test_every_document_ends_with_the_end_token",),
     ),
     Mutant(
         "changed-corpus-accepted",
@@ -100,7 +100,7 @@ MUTANTS = [
         "data/cache.py",
         "if stamps != [stamp(file) for file in files]:",
         "if len(stamps) != len(files):",
-        ("test_data_prepare.py::test_a_text_that_grows_meanwhile_is_an_error",),
+        ("data/test_data_prepare.py::test_a_text_that_grows_meanwhile_is_an_error",),
     ),
     Mutant(
         "stale-never-removed",
@@ -108,7 +108,7 @@ MUTANTS = [
         "data/cache.py",
         "        _remove_stale(cache)\n",
         "",
-        ("test_data_prepare.py::test_after_a_kill_the_next_prepare_cleans_up_and_succeeds",),
+        ("data/test_data_prepare.py::test_after_a_kill_the_next_prepare_cleans_up_and_succeeds",),
     ),
     Mutant(
         "stale-of-others-removed",
@@ -116,7 +116,7 @@ MUTANTS = [
         "data/cache.py",
         "DAY = 86_400",
         "DAY = -86_400",
-        ("test_data_prepare.py::test_a_temporary_folder_of_another_machine_is_left_for_a_day",),
+        ("data/test_data_prepare.py::test_a_temporary_folder_of_another_machine_is_left_for_a_day",),
     ),
     Mutant(
         "piece-cut-in-character",
@@ -124,7 +124,7 @@ MUTANTS = [
         "data/sources.py",
         "data[end] & 0xC0 == 0x80",
         "data[end] & 0xC0 == 0xC0",
-        ("test_data_prepare.py::test_pieces_are_never_cut_inside_a_character",),
+        ("data/test_data_prepare.py::test_pieces_are_never_cut_inside_a_character",),
     ),
     Mutant(
         "hidden-files-read",
@@ -132,7 +132,7 @@ MUTANTS = [
         "data/sources.py",
         'for file in (Path(root, name) for name in names if not name.startswith(".")):',
         "for file in (Path(root, name) for name in names):",
-        ("test_data_prepare.py::test_a_folder_is_read_in_order_and_hidden_files_are_not",),
+        ("data/test_data_prepare.py::test_a_folder_is_read_in_order_and_hidden_files_are_not",),
     ),
     Mutant(
         "invalid-utf8-not-counted",
@@ -140,7 +140,7 @@ MUTANTS = [
         "data/sources.py",
         '    counts.replaced += text.count("\\ufffd") - data.count(b"\\xef\\xbf\\xbd")\n',
         "",
-        ("test_data_prepare.py::test_invalid_utf8_is_replaced_and_counted",),
+        ("data/test_data_prepare.py::test_invalid_utf8_is_replaced_and_counted",),
     ),
     Mutant(
         "index-trusts-young-files",
@@ -148,7 +148,7 @@ MUTANTS = [
         "data/sources.py",
         "if time.time_ns() - modified > 2_000_000_000:",
         "if time.time_ns() - modified > -2_000_000_000:",
-        ("test_data_prepare.py::test_a_file_that_changes_within_a_tick_of_the_clock_is_read_again",),
+        ("data/test_data_prepare.py::test_a_file_that_changes_within_a_tick_of_the_clock_is_read_again",),
     ),
     Mutant(
         "shard-not-verified",
@@ -156,7 +156,7 @@ MUTANTS = [
         "data/token_set.py",
         'if digest(self.folder / shard["name"]) != shard["blake3"]:',
         'if not digest(self.folder / shard["name"]):',
-        ("test_data_prepare.py::test_a_damaged_file_is_named",),
+        ("data/test_data_prepare.py::test_a_damaged_file_is_named",),
     ),
     Mutant(
         "shard-size-not-checked",
@@ -164,7 +164,7 @@ MUTANTS = [
         "data/token_set.py",
         "                if size != expected:\n",
         "                if size > expected:\n",
-        ("test_data_prepare.py::test_a_damaged_file_is_named",),
+        ("data/test_data_prepare.py::test_a_damaged_file_is_named",),
     ),
     Mutant(
         "tokenizer-pads",
@@ -172,7 +172,7 @@ MUTANTS = [
         "data/tokenizer.py",
         "        inner.no_truncation()\n",
         "",
-        ("test_tokenizer.py",),
+        ("data/test_tokenizer.py",),
     ),
     Mutant(
         "vocabulary-without-gaps",
@@ -180,7 +180,7 @@ MUTANTS = [
         "data/tokenizer.py",
         "max(inner.get_vocab().values()) + 1",
         "inner.get_vocab_size()",
-        ("test_data_prepare.py::test_a_vocabulary_above_65536_takes_four_bytes_a_token",),
+        ("data/test_data_prepare.py::test_a_vocabulary_above_65536_takes_four_bytes_a_token",),
     ),
     Mutant(
         "entropy-in-bits",
@@ -188,7 +188,7 @@ MUTANTS = [
         "data/stories.py",
         "from math import log\n",
         "from math import log2 as log\n",
-        ("test_stories.py",),
+        ("data/test_stories.py",),
     ),
     # model
     Mutant(
@@ -197,7 +197,7 @@ MUTANTS = [
         "model/llama.py",
         "torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim",
         "torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / (shape.head_dim + 2)",
-        ("test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
+        ("one_answer/test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
     ),
     Mutant(
         "rope-other-way",
@@ -205,7 +205,7 @@ MUTANTS = [
         "model/llama.py",
         "left * cos - right * sin",
         "left * cos + right * sin",
-        ("test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
+        ("one_answer/test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
     ),
     Mutant(
         "attention-sees-the-future",
@@ -213,7 +213,7 @@ MUTANTS = [
         "model/llama.py",
         "is_causal=q.shape[2] > 1",
         "is_causal=q.shape[2] > 99",
-        ("test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
+        ("one_answer/test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
     ),
     Mutant(
         "no-narrow-initialisation",
@@ -221,7 +221,7 @@ MUTANTS = [
         "model/llama.py",
         'width = narrow if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02',
         "width = 0.02",
-        ("test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
+        ("one_answer/test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
     ),
     Mutant(
         "norm-eps",
@@ -229,7 +229,7 @@ MUTANTS = [
         "model/shape.py",
         "norm_eps: float = 1e-5",
         "norm_eps: float = 1e-3",
-        ("test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
+        ("one_answer/test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch",),
     ),
     Mutant(
         "kv-heads-tiled",
@@ -237,7 +237,7 @@ MUTANTS = [
         "model/llama.py",
         "k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)",
         "k, v = k.repeat(1, repeat, 1, 1), v.repeat(1, repeat, 1, 1)",
-        ("test_model.py::test_hugging_face_loads_a_checkpoint_with_the_same_logits",),
+        ("model/test_model.py::test_hugging_face_loads_a_checkpoint_with_the_same_logits",),
     ),
     Mutant(
         "cache-length",
@@ -245,7 +245,7 @@ MUTANTS = [
         "model/llama.py",
         "            cache.length = end\n",
         "            cache.length = tokens.shape[1]\n",
-        ("test_model.py::test_a_cache_gives_the_logits_of_the_whole_row",),
+        ("model/test_model.py::test_a_cache_gives_the_logits_of_the_whole_row",),
     ),
     Mutant(
         "sampling-ignores-temperature",
@@ -253,7 +253,7 @@ MUTANTS = [
         "model/generate.py",
         "(logits / temperature).softmax(-1)",
         "logits.softmax(-1)",
-        ("test_model.py::test_a_low_temperature_takes_the_likeliest_token",),
+        ("model/test_model.py::test_a_low_temperature_takes_the_likeliest_token",),
     ),
     Mutant(
         "sampling-past-the-end",
@@ -261,7 +261,7 @@ MUTANTS = [
         "model/generate.py",
         "done[row] = done[row] or token == end",
         "done[row] = token == end",
-        ("test_model.py::test_a_row_that_has_ended_stays_ended_while_another_goes_on",),
+        ("model/test_model.py::test_a_row_that_has_ended_stays_ended_while_another_goes_on",),
     ),
     Mutant(
         "hub-without-theta",
@@ -269,7 +269,7 @@ MUTANTS = [
         "model/hub_config.py",
         '    "rope_theta": "rope_theta",\n',
         "",
-        ("test_model.py::test_hugging_face_loads_a_checkpoint_with_the_same_logits",),
+        ("model/test_model.py::test_hugging_face_loads_a_checkpoint_with_the_same_logits",),
     ),
     Mutant(
         "missing-tensors-accepted",
@@ -277,7 +277,7 @@ MUTANTS = [
         "model/hub.py",
         "if missing := sorted(wanted.keys() - found):",
         "if missing := sorted(found - wanted.keys()):",
-        ("test_model.py::test_a_checkpoint_that_lacks_a_tensor_is_refused",),
+        ("model/test_model.py::test_a_checkpoint_that_lacks_a_tensor_is_refused",),
     ),
     Mutant(
         "scaled-rope-accepted",
@@ -285,7 +285,7 @@ MUTANTS = [
         "model/hub_config.py",
         'if rope.get("rope_type", "default") != "default":',
         'if rope.get("rope_type", "default") == "":',
-        ("test_model.py::test_what_this_decoder_does_not_do_is_refused",),
+        ("model/test_model.py::test_what_this_decoder_does_not_do_is_refused",),
     ),
     Mutant(
         "tied-counted-twice",
@@ -293,7 +293,7 @@ MUTANTS = [
         "model/shape.py",
         "(1 if self.tied else 2)",
         "2",
-        ("test_model.py::test_the_parameter_count_is_the_arithmetic_one",),
+        ("model/test_model.py::test_the_parameter_count_is_the_arithmetic_one",),
     ),
     # config
     Mutant(
@@ -302,7 +302,7 @@ MUTANTS = [
         "config/presets.py",
         "result[section] = {**values, **given}",
         "result[section] = {**given, **values}",
-        ("test_config.py",),
+        ("commands/test_config.py",),
     ),
     Mutant(
         "file-over-arguments",
@@ -310,7 +310,7 @@ MUTANTS = [
         "config/load.py",
         "        target[name] = value\n",
         "        target.setdefault(name, value)\n",
-        ("test_config.py",),
+        ("commands/test_config.py",),
     ),
     Mutant(
         "more-workers-than-slots",
@@ -318,7 +318,7 @@ MUTANTS = [
         "config/schema.py",
         "if self.workers > self.train.slots:",
         "if self.workers > 2 * self.train.slots:",
-        ("test_config.py",),
+        ("commands/test_config.py",),
     ),
     Mutant(
         "unknown-keys-accepted",
@@ -326,7 +326,7 @@ MUTANTS = [
         "config/sections.py",
         'extra="forbid"',
         'extra="ignore"',
-        ("test_config.py",),
+        ("commands/test_config.py",),
     ),
     Mutant(
         "odd-head-size",
@@ -334,7 +334,7 @@ MUTANTS = [
         "model/shape.py",
         "if self.hidden % self.heads or (self.hidden // self.heads) % 2:",
         "if self.hidden % self.heads:",
-        ("test_config.py",),
+        ("commands/test_config.py",),
     ),
     Mutant(
         "nan-accepted",
@@ -342,7 +342,7 @@ MUTANTS = [
         "config/sections.py",
         "        allow_inf_nan=False,\n",
         "",
-        ("test_config.py",),
+        ("commands/test_config.py",),
     ),
     Mutant(
         "zero-over-star",
@@ -350,7 +350,7 @@ MUTANTS = [
         "config/sections.py",
         'return "off" if known and not known.zero_pays else "even"',
         'return "even" if known else "off"',
-        ("test_config.py",),
+        ("commands/test_config.py",),
     ),
     Mutant(
         "validation-not-in-the-answer",
@@ -358,7 +358,7 @@ MUTANTS = [
         "config/schema.py",
         'self.model_dump_json(include={**keys, "data": {"validation"}})',
         "self.model_dump_json(include=keys)",
-        ("test_config.py",),
+        ("commands/test_config.py",),
     ),
     Mutant(
         "aliases-accepted",
@@ -366,7 +366,7 @@ MUTANTS = [
         "config/load.py",
         "if self.check_event(yaml.AliasEvent):",
         "if self.check_event(yaml.DocumentEndEvent):",
-        ("test_config.py::test_yaml_that_breaks_its_reader_is_refused",),
+        ("commands/test_config.py::test_yaml_that_breaks_its_reader_is_refused",),
     ),
     Mutant(
         "no-corpus-is-stories",
@@ -374,6 +374,6 @@ MUTANTS = [
         "config/sections.py",
         'Field(("stories",), min_length=1)',
         'Field(("stories",))',
-        ("test_config.py::test_no_text_to_train_on_is_refused",),
+        ("commands/test_config.py::test_no_text_to_train_on_is_refused",),
     ),
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants import Mutant
 
-MODEL = "test_generations.py::test_every_interleaving_keeps_the_promises"
-GOES_ON = "test_goes_on.py::test_a_killed_worker_comes_back_and_the_answer_stays"
+MODEL = "membership/test_generations.py::test_every_interleaving_keeps_the_promises"
+GOES_ON = "membership/test_goes_on.py::test_a_killed_worker_comes_back_and_the_answer_stays"
 
 MUTANTS = [
     Mutant(
@@ -14,7 +14,9 @@ MUTANTS = [
         "engine/recovery/commit.py",
         "each.step == newest.step - 1 and each.reduced",
         "each.step == newest.step + 1 and each.reduced",
-        ("test_generations.py::test_a_late_worker_takes_over_the_verdict_and_a_new_one_receives_everything",),
+        (
+            "membership/test_generations.py::test_a_late_worker_takes_over_the_verdict_and_a_new_one_receives_everything",
+        ),
     ),
     Mutant(
         "oldest-step-counts",
@@ -22,7 +24,9 @@ MUTANTS = [
         "engine/recovery/commit.py",
         "newest = max(known, key=lambda standing: standing.step)",
         "newest = min(known, key=lambda standing: standing.step)",
-        ("test_generations.py::test_a_late_worker_takes_over_the_verdict_and_a_new_one_receives_everything",),
+        (
+            "membership/test_generations.py::test_a_late_worker_takes_over_the_verdict_and_a_new_one_receives_everything",
+        ),
     ),
     Mutant(
         "records-not-handed-on",
@@ -38,7 +42,7 @@ MUTANTS = [
         "engine/recovery/commit.py",
         "        if not holders:\n            return None\n",
         "        if not holders:\n            continue\n",
-        ("test_generations.py::test_parts_come_from_those_who_hold_them_and_a_missing_part_is_lost",),
+        ("membership/test_generations.py::test_parts_come_from_those_who_hold_them_and_a_missing_part_is_lost",),
     ),
     Mutant(
         "generation-before-all-have-parted",
@@ -54,7 +58,7 @@ MUTANTS = [
         "control/generations/generations.py",
         "if self.over or self.returning or len(self.parted) < len(self.members):",
         "if self.returning or len(self.parted) < len(self.members):",
-        ("test_generations.py::test_no_generation_begins_after_a_member_has_come_to_the_end",),
+        ("membership/test_generations.py::test_no_generation_begins_after_a_member_has_come_to_the_end",),
     ),
     Mutant(
         "early-report-is-lost",
@@ -62,7 +66,7 @@ MUTANTS = [
         "run/records/chain.py",
         "        if step > self.step:\n            self._early.setdefault(step, record)\n",
         "        if step == self.step + 1:\n            self._early.setdefault(step, record)\n",
-        ("test_ledger.py::test_reports_of_several_ranks_become_one_chain",),
+        ("membership/test_ledger.py::test_reports_of_several_ranks_become_one_chain",),
     ),
     Mutant(
         "report-twice",
@@ -70,7 +74,7 @@ MUTANTS = [
         "run/records/chain.py",
         "        if step > self.step:\n",
         "        if step >= self.step:\n",
-        ("test_ledger.py",),
+        ("membership/test_ledger.py",),
         equivalent="what is kept under a step that is recorded already is never looked for",
     ),
     Mutant(
@@ -79,7 +83,7 @@ MUTANTS = [
         "run/records/ledger.py",
         "            except OSError:  # if only the sync failed, the lines are written\n",
         "            except OSError:\n                count = 0\n",
-        ("test_ledger.py::test_a_line_whose_sync_failed_is_written_once",),
+        ("membership/test_ledger.py::test_a_line_whose_sync_failed_is_written_once",),
     ),
     Mutant(
         "state-not-sent",
@@ -95,7 +99,7 @@ MUTANTS = [
         "commands/runs/audit.py",
         "if found != checksum(self.batches.windows(step, slot)):",
         "if found < 0:",
-        ("test_ledger.py",),
+        ("membership/test_ledger.py",),
     ),
     Mutant(
         "audit-allows-gaps",
@@ -103,7 +107,7 @@ MUTANTS = [
         "commands/runs/audit.py",
         "if step != self.step + 1:",
         "if step <= self.step:",
-        ("test_ledger.py",),
+        ("membership/test_ledger.py",),
     ),
     Mutant(
         "no-quarantine",
@@ -111,7 +115,10 @@ MUTANTS = [
         "control/generations/quarantine.py",
         "return self._strikes[place] >= STRIKES",
         "return False",
-        ("test_ledger.py", "test_goes_on.py::test_a_worker_that_dies_again_and_again_is_quarantined"),
+        (
+            "membership/test_ledger.py",
+            "membership/test_goes_on.py::test_a_worker_that_dies_again_and_again_is_quarantined",
+        ),
     ),
     Mutant(
         "failed-step-keeps-its-schedule",
@@ -119,7 +126,7 @@ MUTANTS = [
         "run/script.py",
         "        checkpoints.undo()  # before new members copy options and schedule\n",
         "        checkpoints._before_redo = None\n",
-        ("test_goes_on.py::test_a_script_survives_the_loss_of_a_worker",),
+        ("membership/test_goes_on.py::test_a_script_survives_the_loss_of_a_worker",),
     ),
     Mutant(
         "dead-nursery-is-asked",
@@ -127,7 +134,9 @@ MUTANTS = [
         "cluster/fork_server.py",
         "        if self._process.poll() is not None:\n",
         "        if self._process.poll() == 0:\n",
-        ("test_goes_on.py::test_workers_outlive_the_process_that_forked_them_and_others_are_forked_by_another",),
+        (
+            "membership/test_goes_on.py::test_workers_outlive_the_process_that_forked_them_and_others_are_forked_by_another",
+        ),
     ),
     Mutant(
         "steps-done-again-count-twice",
@@ -135,7 +144,7 @@ MUTANTS = [
         "bench/goodput.py",
         "part.steps += self.steps[now] - self.steps[begun]",
         "part.steps += now - begun",
-        ("test_goodput.py",),
+        ("bench/test_goodput.py",),
     ),
     Mutant(
         "old-part-counts",
@@ -143,7 +152,7 @@ MUTANTS = [
         "control/generations/succession.py",
         'if message["generation"] == self.ledger.generation:',
         'if message["generation"] >= 0:',
-        ("test_ledger.py::test_a_worker_that_says_twice_that_it_has_left_leaves_one_generation",),
+        ("membership/test_ledger.py::test_a_worker_that_says_twice_that_it_has_left_leaves_one_generation",),
     ),
     Mutant(
         "old-link-counts",
@@ -151,7 +160,7 @@ MUTANTS = [
         "control/admission.py",
         "if known := self._succession.member_in(worker, generation):",
         "if known := None:",
-        ("test_returns.py::test_members_are_known_before_their_old_links_are_found_dead",),
+        ("membership/test_returns.py::test_members_are_known_before_their_old_links_are_found_dead",),
     ),
     Mutant(
         "begin-said-once",
@@ -159,7 +168,7 @@ MUTANTS = [
         "control/generations/succession.py",
         'member.link.queue("begin", **member.begin)',
         "pass",
-        ("test_returns.py::test_a_generation_that_a_member_has_not_heard_of_is_told_again",),
+        ("membership/test_returns.py::test_a_generation_that_a_member_has_not_heard_of_is_told_again",),
     ),
     Mutant(
         "refused-unheard",
@@ -167,6 +176,6 @@ MUTANTS = [
         "control/admission.py",
         "self._loop.dismiss(worker.link)",
         "self._loop.drop(worker.link)",
-        ("test_returns.py::test_another_process_is_refused_and_hears_why_whatever_it_sends",),
+        ("membership/test_returns.py::test_another_process_is_refused_and_hears_why_whatever_it_sends",),
     ),
 ]

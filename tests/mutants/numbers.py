@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import Mutant
 
-WEIGHTS = "test_values.py::test_the_weights_after_every_step_are_those_of_plain_pytorch"
+WEIGHTS = "one_answer/test_values.py::test_the_weights_after_every_step_are_those_of_plain_pytorch"
 
 MUTANTS = [
     # numerics
@@ -14,7 +14,7 @@ MUTANTS = [
         "numerics.py",
         '{**AVX2, "MKL_CBWR": "COMPATIBLE"}',
         "AVX2",
-        ("test_numerics.py::test_compatible_kernels_give_the_digests_of_amd_and_intel",),
+        ("one_answer/test_numerics.py::test_compatible_kernels_give_the_digests_of_amd_and_intel",),
     ),
     # engine/gradients/order
     Mutant(
@@ -23,7 +23,7 @@ MUTANTS = [
         "engine/gradients/order.py",
         "return lo + (1 << (hi - lo - 1).bit_length() - 1)",
         "return (lo + hi) // 2",
-        ("test_order.py",),
+        ("engine/test_order.py",),
     ),
     Mutant(
         "tree-power-above",
@@ -31,7 +31,7 @@ MUTANTS = [
         "engine/gradients/order.py",
         "return lo + (1 << (hi - lo - 1).bit_length() - 1)",
         "return hi - (1 << (hi - lo - 1).bit_length() - 1)",
-        ("test_order.py",),
+        ("engine/test_order.py",),
     ),
     Mutant(
         "shares-uneven",
@@ -39,7 +39,7 @@ MUTANTS = [
         "engine/gradients/order.py",
         "rank * grains // world_size * grain",
         "rank * (grains // world_size) * grain",
-        ("test_order.py", "test_shards.py"),
+        ("engine/test_order.py", "one_answer/test_shards.py"),
     ),
     Mutant(
         "fold-never-accumulates",
@@ -47,7 +47,7 @@ MUTANTS = [
         "engine/gradients/order.py",
         "        if accumulate:\n            stack[-1]",
         "        if accumulate and slot > 1:\n            stack[-1]",
-        ("test_order.py",),
+        ("engine/test_order.py",),
     ),
     Mutant(
         "workers-without-slots",
@@ -55,7 +55,7 @@ MUTANTS = [
         "engine/gradients/order.py",
         "if not 1 <= world_size <= slots:",
         "if not 1 <= world_size:",
-        ("test_order.py",),
+        ("engine/test_order.py",),
     ),
     # engine/gradients/arena
     Mutant(
@@ -64,7 +64,7 @@ MUTANTS = [
         "engine/gradients/arena.py",
         "key=lambda named: named[1].dim() <= 1)",
         "key=lambda named: named[1].dim() > 1)",
-        ("test_arena.py",),
+        ("engine/test_arena.py",),
     ),
     Mutant(
         "tensors-unaligned",
@@ -72,7 +72,7 @@ MUTANTS = [
         "engine/gradients/arena.py",
         "at += round_up(value.numel(), ALIGN)",
         "at += value.numel()",
-        ("test_arena.py::test_tensors_whose_sizes_do_not_divide_begin_on_64_bytes_all_the_same",),
+        ("engine/test_arena.py::test_tensors_whose_sizes_do_not_divide_begin_on_64_bytes_all_the_same",),
     ),
     Mutant(
         "blocks-forward",
@@ -80,7 +80,7 @@ MUTANTS = [
         "engine/gradients/arena.py",
         "return after[::-1] + middle[::-1] + before[::-1]",
         "return after[::-1] + middle + before[::-1]",
-        ("test_arena.py",),
+        ("engine/test_arena.py",),
     ),
     Mutant(
         "frozen-parameters-train",
@@ -88,7 +88,7 @@ MUTANTS = [
         "engine/gradients/arena.py",
         "        if not parameter.requires_grad:\n            continue\n",
         "",
-        ("test_arena.py",),
+        ("engine/test_arena.py",),
     ),
     Mutant(
         "two-dtypes-accepted",
@@ -96,7 +96,7 @@ MUTANTS = [
         "engine/gradients/arena.py",
         "if len(by_dtype) > 1 or not",
         "if not",
-        ("test_bf16_weights.py::test_parameters_of_two_dtypes_are_refused",),
+        ("one_answer/test_bf16_weights.py::test_parameters_of_two_dtypes_are_refused",),
     ),
     # optim
     Mutant(
@@ -105,7 +105,7 @@ MUTANTS = [
         "optim/schedules.py",
         "math.cos(math.pi * done)",
         "math.cos(math.pi * min(1.0, 1.1 * done))",
-        ("test_schedules.py",),
+        ("one_answer/test_schedules.py",),
     ),
     Mutant(
         "warmup-from-zero",
@@ -113,7 +113,7 @@ MUTANTS = [
         "optim/schedules.py",
         "return step / warmup",
         "return (step - 1) / warmup",
-        ("test_schedules.py",),
+        ("one_answer/test_schedules.py",),
     ),
     Mutant(
         "linear-to-zero",
@@ -121,7 +121,7 @@ MUTANTS = [
         "optim/schedules.py",
         "            return 1.0 - (1.0 - final) * done\n",
         "            return 1.0 - done\n",
-        ("test_schedules.py",),
+        ("one_answer/test_schedules.py",),
     ),
     Mutant(
         "wsd-decays-early",
@@ -129,7 +129,7 @@ MUTANTS = [
         "optim/schedules.py",
         "round(0.2 * steps)",
         "round(0.5 * steps)",
-        ("test_schedules.py",),
+        ("one_answer/test_schedules.py",),
     ),
     Mutant(
         "decay-counts-warmup",
@@ -137,7 +137,7 @@ MUTANTS = [
         "optim/schedules.py",
         "done = (step - warmup) / max(1, steps - warmup)",
         "done = step / max(1, steps)",
-        ("test_schedules.py",),
+        ("one_answer/test_schedules.py",),
     ),
     Mutant(
         "decay-on-vectors",
@@ -145,7 +145,7 @@ MUTANTS = [
         "optim/adamw.py",
         'update(self._vectors, gradients, numbers, {**options, "weight_decay": 0.0})',
         "update(self._vectors, gradients, numbers, options)",
-        ("test_arena.py::test_adamw_on_the_arena_is_torchs_adamw_bit_for_bit", WEIGHTS),
+        ("engine/test_arena.py::test_adamw_on_the_arena_is_torchs_adamw_bit_for_bit", WEIGHTS),
     ),
     Mutant(
         "bias-correction-stands-still",
@@ -153,7 +153,7 @@ MUTANTS = [
         "optim/adamw.py",
         "        self.updates += 1\n",
         "",
-        ("test_arena.py::test_adamw_on_the_arena_is_torchs_adamw_bit_for_bit", WEIGHTS),
+        ("engine/test_arena.py::test_adamw_on_the_arena_is_torchs_adamw_bit_for_bit", WEIGHTS),
     ),
     Mutant(
         "betas-swapped",
@@ -177,7 +177,7 @@ MUTANTS = [
         "optim/adamw.py",
         "                rounded.copy_(exact)\n",
         "                exact.copy_(exact)\n",
-        ("test_bf16_weights.py::test_the_loss_goes_down_as_with_f32",),
+        ("one_answer/test_bf16_weights.py::test_the_loss_goes_down_as_with_f32",),
     ),
     Mutant(
         "others-to-rank-0",
@@ -185,7 +185,7 @@ MUTANTS = [
         "optim/shard_map.py",
         "given[index] = load.index(min(load))",
         "given[index] = 0",
-        ("test_shards.py",),
+        ("one_answer/test_shards.py",),
     ),
     Mutant(
         "contiguous-is-round-robin",
@@ -193,7 +193,10 @@ MUTANTS = [
         "optim/shard_map.py",
         'if policy == "round_robin":',
         "if policy:",
-        ("test_zero.py::test_whole_unit_policies_put_blocks_where_their_names_say", "test_shards.py"),
+        (
+            "one_answer/test_zero.py::test_whole_unit_policies_put_blocks_where_their_names_say",
+            "one_answer/test_shards.py",
+        ),
     ),
     Mutant(
         "parts-off-cells",
@@ -201,7 +204,7 @@ MUTANTS = [
         "optim/sharding.py",
         "bounds = [tuple(shares(size, world_size, CELL)) for size in sizes]",
         "bounds = [tuple(shares(size, world_size)) for size in sizes]",
-        ("test_zero.py::test_parts_are_complete_and_disjoint_and_start_on_cells",),
+        ("one_answer/test_zero.py::test_parts_are_complete_and_disjoint_and_start_on_cells",),
     ),
     # model/products
     Mutant(
@@ -210,7 +213,7 @@ MUTANTS = [
         "model/gpu/products.py",
         "return len(storages) == 1 and all(",
         "return len(storages) == 1 or all(",
-        ("test_products.py::test_the_product_of_several_weights_is_that_of_each",),
+        ("model/test_products.py::test_the_product_of_several_weights_is_that_of_each",),
     ),
     Mutant(
         "gate-without-its-slope",
@@ -218,7 +221,7 @@ MUTANTS = [
         "model/gpu/products.py",
         "wanted * up * sigmoid * (1 + gate * (1 - sigmoid))",
         "wanted * up * sigmoid",
-        ("test_products.py::test_the_gated_products_are_those_of_torch",),
+        ("model/test_products.py::test_the_gated_products_are_those_of_torch",),
     ),
     Mutant(
         "room-taken-twice",
@@ -226,7 +229,7 @@ MUTANTS = [
         "model/grad_out.py",
         "    weight.grad_out = None  # type: ignore[attr-defined]\n",
         "",
-        ("test_products.py::test_a_weight_that_is_used_twice_gets_the_sum_of_both_gradients",),
+        ("model/test_products.py::test_a_weight_that_is_used_twice_gets_the_sum_of_both_gradients",),
     ),
     # integrity
     Mutant(
@@ -235,7 +238,7 @@ MUTANTS = [
         "integrity/fingerprint.py",
         "votes * 2 <= len(prints)",
         "votes * 2 < len(prints)",
-        ("test_halts.py::test_a_tie_blames_nobody",),
+        ("cluster/test_halts.py::test_a_tie_blames_nobody",),
     ),
     Mutant(
         "majority-blamed",
@@ -243,7 +246,7 @@ MUTANTS = [
         "integrity/fingerprint.py",
         "if found != common]",
         "if found == common]",
-        ("test_halts.py::test_a_majority_blames_the_others",),
+        ("cluster/test_halts.py::test_a_majority_blames_the_others",),
     ),
     Mutant(
         "fingerprints-not-compared",
@@ -251,7 +254,7 @@ MUTANTS = [
         "integrity/fingerprint.py",
         "        if len(set(everyone)) > 1:\n",
         "        if not everyone:\n",
-        ("test_halts.py::test_two_ranks_alone_cannot_tell_who_is_wrong",),
+        ("cluster/test_halts.py::test_two_ranks_alone_cannot_tell_who_is_wrong",),
     ),
     Mutant(
         "unsound-weights-saved",
@@ -259,7 +262,7 @@ MUTANTS = [
         "integrity/fingerprint.py",
         'raise JidokaHalt(step, "; ".join(found), sound=False)',
         'raise JidokaHalt(step, "; ".join(found))',
-        ("test_halts.py::test_a_tie_blames_nobody",),
+        ("cluster/test_halts.py::test_a_tie_blames_nobody",),
     ),
     Mutant(
         "first-bad-element",
@@ -267,7 +270,7 @@ MUTANTS = [
         "integrity/halt.py",
         "int(bad.to(torch.uint8).argmax())",
         "len(bad) - 1 - int(bad.flip(0).to(torch.uint8).argmax())",
-        ("test_halts.py::test_a_flaw_names_the_first_of_its_elements_and_both_kinds",),
+        ("cluster/test_halts.py::test_a_flaw_names_the_first_of_its_elements_and_both_kinds",),
     ),
     Mutant(
         "inf-is-nan",
@@ -275,7 +278,7 @@ MUTANTS = [
         "integrity/halt.py",
         '(("NaN", torch.isnan), ("Inf", torch.isinf))',
         '(("NaN", torch.isinf), ("Inf", torch.isnan))',
-        ("test_halts.py",),
+        ("cluster/test_halts.py",),
     ),
     Mutant(
         "committed-step",
@@ -283,7 +286,7 @@ MUTANTS = [
         "integrity/halt.py",
         '"committed": self.step - 1,',
         '"committed": self.step,',
-        ("test_halts.py",),
+        ("cluster/test_halts.py",),
     ),
     Mutant(
         "fault-of-any-rank",
@@ -291,7 +294,7 @@ MUTANTS = [
         "integrity/faults.py",
         "self._mine = [fault for fault in faults if fault.rank == rank]",
         "self._mine = list(faults)",
-        ("test_halts.py",),
+        ("cluster/test_halts.py",),
     ),
     Mutant(
         "fault-of-nobody-accepted",
@@ -299,6 +302,6 @@ MUTANTS = [
         "integrity/faults.py",
         "if fault.rank >= order.world_size:",
         "if fault.rank > order.world_size + 9:",
-        ("test_bad_input.py::test_a_fault_that_can_never_happen",),
+        ("commands/test_bad_input.py::test_a_fault_that_can_never_happen",),
     ),
 ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants import Mutant
 
-SERVER = "test_gradient_server.py::"
-CLIENT = "test_gradient_client.py::"
-GROUP = "test_protocol2_group.py::"
-COMMAND = "test_gradient_server_command.py::"
+SERVER = "protocol2/test_gradient_server.py::"
+CLIENT = "protocol2/test_gradient_client.py::"
+GROUP = "protocol2/test_protocol2_group.py::"
+COMMAND = "protocol2/test_gradient_server_command.py::"
 MUTANTS = [
     Mutant(
         "killed-worker-has-left",
@@ -215,7 +215,7 @@ MUTANTS = [
         "protocol2/connections.py",
         "return address.is_loopback or any(address in network for network in allow)",
         "return address is not None",
-        ("test_gradient_server_strangers.py::test_only_this_machine_and_allowed_networks_may_connect",),
+        ("protocol2/test_gradient_server_strangers.py::test_only_this_machine_and_allowed_networks_may_connect",),
     ),
     Mutant(
         "lost-worker-not-told",
@@ -247,7 +247,7 @@ MUTANTS = [
         "protocol2/client.py",
         "elif not isinstance(message, messages.Heartbeat):",
         "else:",
-        ("test_gradient_client.py", "test_wire_fuzz.py"),
+        ("protocol2/test_gradient_client.py", "transport/test_wire_fuzz.py"),
     ),
     Mutant(
         "pieces-out-of-place",
@@ -303,7 +303,7 @@ MUTANTS = [
         "transport/mean.py",
         "    flat.div_(group.world_size)\n",
         "",
-        ("test_ring.py::test_the_mean_is_the_same_on_every_rank",),
+        ("transport/test_ring.py::test_the_mean_is_the_same_on_every_rank",),
     ),
     Mutant(
         "endless-heads",
@@ -327,7 +327,9 @@ MUTANTS = [
         "protocol2/group.py",
         "        if client.worker_id != self.rank:\n",
         "        if client.worker_id < self.rank:\n",
-        ("test_protocol2_group.py::test_a_server_that_is_not_there_or_serves_others_is_refused_in_three_lines",),
+        (
+            "protocol2/test_protocol2_group.py::test_a_server_that_is_not_there_or_serves_others_is_refused_in_three_lines",
+        ),
     ),
     Mutant(
         "left-and-not-missed",

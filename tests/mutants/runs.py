@@ -12,7 +12,7 @@ MUTANTS = [
         "run/evaluate.py",
         "loss / math.log(2) / bytes_per_token",
         "loss / bytes_per_token",
-        ("test_values.py::test_validation_is_the_mean_over_the_tokens_of_the_held_out_windows",),
+        ("one_answer/test_values.py::test_validation_is_the_mean_over_the_tokens_of_the_held_out_windows",),
     ),
     Mutant(
         "bits-per-token",
@@ -20,7 +20,7 @@ MUTANTS = [
         "run/evaluate.py",
         "loss / math.log(2) / bytes_per_token",
         "loss / math.log(2) * bytes_per_token",
-        ("test_values.py::test_validation_is_the_mean_over_the_tokens_of_the_held_out_windows",),
+        ("one_answer/test_values.py::test_validation_is_the_mean_over_the_tokens_of_the_held_out_windows",),
     ),
     Mutant(
         "validation-mean-of-means",
@@ -28,7 +28,7 @@ MUTANTS = [
         "run/evaluate.py",
         "return math.fsum(loss for _, loss, _ in parts) / tokens",
         "return math.fsum(loss / count for _, loss, count in parts) / len(parts)",
-        ("test_values.py::test_validation_is_the_mean_over_the_tokens_of_the_held_out_windows",),
+        ("one_answer/test_values.py::test_validation_is_the_mean_over_the_tokens_of_the_held_out_windows",),
     ),
     Mutant(
         "validation-by-rank-0",
@@ -36,7 +36,7 @@ MUTANTS = [
         "run/evaluate.py",
         "if number % group.world_size == group.rank:",
         "if number == group.rank:",
-        ("test_values.py::test_validation_is_the_mean_over_the_tokens_of_the_held_out_windows",),
+        ("one_answer/test_values.py::test_validation_is_the_mean_over_the_tokens_of_the_held_out_windows",),
     ),
     Mutant(
         "known-stories",
@@ -44,7 +44,7 @@ MUTANTS = [
         "run/evaluate.py",
         "sum(text in training for text in samples)",
         "len(training) - count",
-        ("test_evaluate.py",),
+        ("commands/test_evaluate.py",),
     ),
     Mutant(
         "nan-in-json",
@@ -52,7 +52,7 @@ MUTANTS = [
         "run/records/events.py",
         "return None if isinstance(value, float) and not math.isfinite(value) else value",
         "return value",
-        ("test_events.py",),
+        ("commands/test_events.py",),
     ),
     Mutant(
         "half-a-line-kept",
@@ -60,7 +60,7 @@ MUTANTS = [
         "run/records/events.py",
         'os.truncate(path, data.rfind(b"\\n") + 1)',
         "os.truncate(path, len(data))",
-        ("test_events.py",),
+        ("commands/test_events.py",),
     ),
     Mutant(
         "lost-events-are-no-failure",
@@ -68,7 +68,7 @@ MUTANTS = [
         "run/records/events.py",
         "        if self._waiting and not self.failure:\n",
         "        if self.failure:\n",
-        ("test_disk_trouble.py::test_whatever_happens_to_the_file_of_events_the_others_hear_them",),
+        ("checkpoint/test_disk_trouble.py::test_whatever_happens_to_the_file_of_events_the_others_hear_them",),
     ),
     Mutant(
         "two-runs-in-a-folder",
@@ -76,7 +76,7 @@ MUTANTS = [
         "run/records/folder.py",
         "            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)\n",
-        ("test_disk_trouble.py::test_a_folder_that_was_removed_is_held_again_unless_another_run_has_it",),
+        ("checkpoint/test_disk_trouble.py::test_a_folder_that_was_removed_is_held_again_unless_another_run_has_it",),
     ),
     Mutant(
         "links-followed",
@@ -84,7 +84,7 @@ MUTANTS = [
         "run/records/folder.py",
         "if (self.folder / name).is_symlink():",
         "if not self.folder.name:",
-        ("test_bad_input.py::test_a_link_inside_a_run_folder_is_not_followed",),
+        ("commands/test_bad_input.py::test_a_link_inside_a_run_folder_is_not_followed",),
     ),
     Mutant(
         "control-characters-obeyed",
@@ -92,7 +92,7 @@ MUTANTS = [
         "run/screen/terminal.py",
         "super().render_str(harmless(text), **settings)",
         "super().render_str(text, **settings)",
-        ("test_terminal.py::test_events_show_control_characters_harmlessly",),
+        ("commands/test_terminal.py::test_events_show_control_characters_harmlessly",),
     ),
     Mutant(
         "no-display-ends-the-run",
@@ -100,7 +100,7 @@ MUTANTS = [
         "run/records/events.py",
         "                    self.listeners.remove(listener)\n",
         "                    raise error\n",
-        ("test_terminal.py::test_a_run_goes_on_when_nothing_can_be_shown",),
+        ("commands/test_terminal.py::test_a_run_goes_on_when_nothing_can_be_shown",),
     ),
     Mutant(
         "mfu-not-shown",
@@ -108,7 +108,7 @@ MUTANTS = [
         "run/screen/display.py",
         '"answers/s", "MFU", "lr"',
         '"answers/s", "lr"',
-        ("test_terminal.py::test_a_step_shows_its_mfu_where_it_is_known",),
+        ("commands/test_terminal.py::test_a_step_shows_its_mfu_where_it_is_known",),
     ),
     Mutant(
         "damage-repeated",
@@ -116,7 +116,7 @@ MUTANTS = [
         "run/records/folder.py",
         "            self.damaged = []\n            return newest_good(",
         "            return newest_good(",
-        ("test_checkpoint.py::test_a_run_that_resumes_twice_names_a_damaged_checkpoint_once_each_time",),
+        ("checkpoint/test_checkpoint.py::test_a_run_that_resumes_twice_names_a_damaged_checkpoint_once_each_time",),
     ),
     Mutant(
         "halt-of-the-past",
@@ -124,7 +124,7 @@ MUTANTS = [
         "run/records/folder.py",
         'for name in ("summary.json", "halt.json"):',
         'for name in ("summary.json",):',
-        ("test_halts.py",),
+        ("cluster/test_halts.py",),
     ),
     Mutant(
         "oldest-checkpoint",
@@ -132,7 +132,7 @@ MUTANTS = [
         "run/records/folder.py",
         "for step in reversed(steps(checkpoints)):",
         "for step in steps(checkpoints):",
-        ("test_checkpoint.py::test_damage_is_refused_named_and_passed_over",),
+        ("checkpoint/test_checkpoint.py::test_damage_is_refused_named_and_passed_over",),
     ),
     Mutant(
         "begins-again-silently",
@@ -140,7 +140,7 @@ MUTANTS = [
         "run/records/folder.py",
         "    if damaged:\n",
         "    if not damaged:\n",
-        ("test_checkpoint.py::test_when_nothing_is_good_the_run_does_not_begin_again_by_itself",),
+        ("checkpoint/test_checkpoint.py::test_when_nothing_is_good_the_run_does_not_begin_again_by_itself",),
     ),
     Mutant(
         "older-branch-accepted",
@@ -148,7 +148,7 @@ MUTANTS = [
         "run/records/folder.py",
         "if known and found and step_of(found) > known.step:",
         "if known and found and step_of(found) < known.step:",
-        ("test_bad_input.py::test_a_branch_of_an_older_checkpoint_needs_a_folder_of_its_own",),
+        ("commands/test_bad_input.py::test_a_branch_of_an_older_checkpoint_needs_a_folder_of_its_own",),
     ),
     Mutant(
         "plan-without-rows",
@@ -156,7 +156,7 @@ MUTANTS = [
         "run/plan.py",
         "gradients=4 * trained.parameters * rows,",
         "gradients=4 * trained.parameters,",
-        ("test_plan.py::test_weights_gradients_and_moments_are_counted",),
+        ("commands/test_plan.py::test_weights_gradients_and_moments_are_counted",),
     ),
     Mutant(
         "plan-activations",
@@ -164,7 +164,7 @@ MUTANTS = [
         "run/plan.py",
         "end = 3 * shape.vocab + 3 * shape.hidden + 1",
         "end = 3 * shape.vocab",
-        ("test_plan.py::test_the_activations_are_what_autograd_keeps",),
+        ("commands/test_plan.py::test_the_activations_are_what_autograd_keeps",),
     ),
     # cluster
     Mutant(
@@ -173,7 +173,7 @@ MUTANTS = [
         "control/coordinator.py",
         "self._leave(worker, EXIT_USER_ERROR)",
         "self._leave(worker, 0)",
-        ("test_coordinator.py::test_the_worst_end_of_a_worker_is_the_end_of_the_run",),
+        ("cluster/test_coordinator.py::test_the_worst_end_of_a_worker_is_the_end_of_the_run",),
     ),
     Mutant(
         "lost-worker-unsaid",
@@ -181,7 +181,7 @@ MUTANTS = [
         "control/generations/succession.py",
         'self._broadcast("lost", rank=worker.rank, host=worker.host, why=why)',
         "pass",
-        ("test_coordinator.py::test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends",),
+        ("cluster/test_coordinator.py::test_over_torch_every_survivor_names_who_died_and_the_coordinator_ends",),
     ),
     Mutant(
         "joined-ranks-are-missed",
@@ -189,7 +189,7 @@ MUTANTS = [
         "control/stragglers.py",
         "if rank not in joined]",
         "if rank in joined]",
-        ("test_coordinator.py::test_ranks_that_have_not_joined_are_named_while_others_wait",),
+        ("cluster/test_coordinator.py::test_ranks_that_have_not_joined_are_named_while_others_wait",),
     ),
     Mutant(
         "best-exit-code",
@@ -197,7 +197,7 @@ MUTANTS = [
         "control/coordinator.py",
         "return worst([*self.codes, *(EXIT_USER_ERROR for _ in self.succession.generations.members)])",
         "return min([*self.codes, *(EXIT_USER_ERROR for _ in self.succession.generations.members)])",
-        ("test_coordinator.py::test_the_worst_end_of_a_worker_is_the_end_of_the_run",),
+        ("cluster/test_coordinator.py::test_the_worst_end_of_a_worker_is_the_end_of_the_run",),
     ),
     Mutant(
         "failure-not-told",
@@ -205,7 +205,9 @@ MUTANTS = [
         "control/coordinator.py",
         'if message["code"] not in (0, EXIT_HALTED, EXIT_STOPPED):',
         'if message["code"] > 255:',
-        ("test_coordinator.py::test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_for_it",),
+        (
+            "cluster/test_coordinator.py::test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_for_it",
+        ),
     ),
     Mutant(
         "no-heartbeat",
@@ -213,7 +215,7 @@ MUTANTS = [
         "control/loop.py",
         'link.queue("alive", **self.owner.status())',
         "pass",
-        ("test_coordinator.py::test_survivors_go_on_and_another_worker_joins",),
+        ("cluster/test_coordinator.py::test_survivors_go_on_and_another_worker_joins",),
     ),
     Mutant(
         "silence-is-life",
@@ -221,7 +223,7 @@ MUTANTS = [
         "control/loop.py",
         "elif now - link.last_seen > DEAD_AFTER:",
         "elif now < 0:",
-        ("test_coordinator.py::test_survivors_go_on_and_another_worker_joins",),
+        ("cluster/test_coordinator.py::test_survivors_go_on_and_another_worker_joins",),
     ),
     Mutant(
         "forged-results",
@@ -229,7 +231,7 @@ MUTANTS = [
         "run/records/events.py",
         "if rank and kind not in FROM_ANY_RANK:",
         "if rank < 0:",
-        ("test_strangers.py::test_only_rank_0_reports_results",),
+        ("security/test_strangers.py::test_only_rank_0_reports_results",),
     ),
     Mutant(
         "endless-queue",
@@ -237,7 +239,7 @@ MUTANTS = [
         "control/link.py",
         "if self.waiting > MAX_WAITING_BYTES:",
         "if self.waiting < 0:",
-        ("test_strangers.py::test_a_peer_that_never_reads_delays_nobody_and_is_dropped",),
+        ("security/test_strangers.py::test_a_peer_that_never_reads_delays_nobody_and_is_dropped",),
     ),
     Mutant(
         "readable-token",
@@ -245,7 +247,7 @@ MUTANTS = [
         "control/token.py",
         "os.O_NOFOLLOW, 0o600)",
         "os.O_NOFOLLOW, 0o644)",
-        ("test_strangers.py::test_the_token_is_in_a_file_that_only_its_owner_reads",),
+        ("security/test_strangers.py::test_the_token_is_in_a_file_that_only_its_owner_reads",),
     ),
     Mutant(
         "coordinator-chooses-the-folder",
@@ -253,7 +255,7 @@ MUTANTS = [
         "cluster/worker.py",
         "place = wanted if wanted.is_relative_to(folder) else",
         "place = wanted if wanted else",
-        ("test_coordinator.py::test_no_coordinator_chooses_where_a_worker_writes",),
+        ("cluster/test_coordinator.py::test_no_coordinator_chooses_where_a_worker_writes",),
     ),
     Mutant(
         "wrong-data-kept",
@@ -261,7 +263,7 @@ MUTANTS = [
         "data/cache.py",
         "if open_sound(fresh, digest, open_folder) is None:",
         "if not digest:",
-        ("test_coordinator.py::test_what_arrives_with_another_digest_is_not_kept",),
+        ("cluster/test_coordinator.py::test_what_arrives_with_another_digest_is_not_kept",),
     ),
     Mutant(
         "killed-worker-is-success",
@@ -269,7 +271,7 @@ MUTANTS = [
         "cluster/processes.py",
         "return EXIT_USER_ERROR if code < 0 or code == EXIT_PEER_LOST else code",
         "return EXIT_USER_ERROR if code == EXIT_PEER_LOST else max(code, 0)",
-        ("test_script.py::test_a_script_that_is_killed_is_an_error",),
+        ("cluster/test_script.py::test_a_script_that_is_killed_is_an_error",),
     ),
     Mutant(
         "first-to-end-is-named",
@@ -277,7 +279,7 @@ MUTANTS = [
         "cluster/processes.py",
         "self._followed = code == EXIT_PEER_LOST",
         "self._followed = False",
-        ("test_script.py::test_an_error_of_the_script_exits_with_1_and_names_the_rank_and_its_log",),
+        ("cluster/test_script.py::test_an_error_of_the_script_exits_with_1_and_names_the_rank_and_its_log",),
     ),
     Mutant(
         "halt-is-an-error",
@@ -285,7 +287,7 @@ MUTANTS = [
         "errors.py",
         "EXIT_HALTED = 3",
         "EXIT_HALTED = 1",
-        ("test_halts.py",),
+        ("cluster/test_halts.py",),
     ),
     Mutant(
         "stop-hides-an-error",
@@ -293,7 +295,7 @@ MUTANTS = [
         "errors.py",
         "order = {0: 0, EXIT_STOPPED: 1, EXIT_HALTED: 3}",
         "order = {0: 0, EXIT_STOPPED: 2, EXIT_HALTED: 3}",
-        ("test_coordinator.py::test_the_worst_end_of_a_worker_is_the_end_of_the_run",),
+        ("cluster/test_coordinator.py::test_the_worst_end_of_a_worker_is_the_end_of_the_run",),
     ),
     Mutant(
         "closed-terminal-kills",
@@ -301,7 +303,7 @@ MUTANTS = [
         "cluster/signals.py",
         "        signal.signal(signal.SIGHUP, first)\n",
         "        signal.signal(signal.SIGHUP, signal.SIG_DFL)\n",
-        ("test_interrupt.py::test_a_closed_terminal_saves_and_leaves",),
+        ("cluster/test_interrupt.py::test_a_closed_terminal_saves_and_leaves",),
     ),
     Mutant(
         "nohup-stops",
@@ -309,7 +311,7 @@ MUTANTS = [
         "cluster/signals.py",
         "if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:",
         "if signal.getsignal(signal.SIGHUP) != first:",
-        ("test_interrupt.py::test_under_nohup_a_closed_terminal_changes_nothing",),
+        ("cluster/test_interrupt.py::test_under_nohup_a_closed_terminal_changes_nothing",),
     ),
     Mutant(
         "second-signal-ignored",
@@ -317,7 +319,7 @@ MUTANTS = [
         "cluster/launch.py",
         "save_on_signal(save, workers.quit)",
         "save_on_signal(save, lambda *_: coordinator.stop())",
-        ("test_interrupt.py::test_a_second_ctrl_c_quits_at_once_and_leaves_no_process",),
+        ("cluster/test_interrupt.py::test_a_second_ctrl_c_quits_at_once_and_leaves_no_process",),
     ),
     Mutant(
         "any-device",
@@ -325,7 +327,7 @@ MUTANTS = [
         "cluster/session.py",
         '    if wanted == "cuda":\n',
         '    if wanted == "gpu":\n',
-        ("test_bad_input.py::test_a_device_that_is_not_there",),
+        ("commands/test_bad_input.py::test_a_device_that_is_not_there",),
     ),
     # commands
     Mutant(
@@ -334,7 +336,7 @@ MUTANTS = [
         "commands/checkpoint.py",
         "return 1 if bad else 0",
         "return 0",
-        ("test_checkpoint_commands.py",),
+        ("checkpoint/test_checkpoint_commands.py",),
     ),
     Mutant(
         "diff-is-content",
@@ -342,7 +344,7 @@ MUTANTS = [
         "commands/checkpoint.py",
         "return 1 if table.row_count else 0",
         "return 0",
-        ("test_checkpoint_commands.py",),
+        ("checkpoint/test_checkpoint_commands.py",),
     ),
     Mutant(
         "prune-newest-good",
@@ -350,7 +352,7 @@ MUTANTS = [
         "commands/checkpoint.py",
         "staying = kept(sorted(found), keep, keep_every) | {good}",
         "staying = kept(sorted(found), keep, keep_every)",
-        ("test_checkpoint_commands.py::test_prune_never_removes_the_only_good_one",),
+        ("checkpoint/test_checkpoint_commands.py::test_prune_never_removes_the_only_good_one",),
     ),
     Mutant(
         "dry-run-removes",
@@ -358,7 +360,7 @@ MUTANTS = [
         "commands/checkpoint.py",
         "                if not dry_run:\n",
         "                if dry_run or not dry_run:\n",
-        ("test_checkpoint_commands.py::test_prune_never_removes_the_only_good_one",),
+        ("checkpoint/test_checkpoint_commands.py::test_prune_never_removes_the_only_good_one",),
     ),
     Mutant(
         "generate-without-verifying",
@@ -366,7 +368,7 @@ MUTANTS = [
         "commands/generate.py",
         "        verify_named(folder)\n",
         "",
-        ("test_checkpoint_commands.py",),
+        ("checkpoint/test_checkpoint_commands.py",),
     ),
     Mutant(
         "foreign-cache-used",
@@ -374,7 +376,7 @@ MUTANTS = [
         "commands/data.py",
         'load_run(run / "config.yaml").with_own_cache()',
         'load_run(run / "config.yaml")',
-        ("test_terminal.py::test_a_foreign_run_is_looked_at_and_not_written_to",),
+        ("commands/test_terminal.py::test_a_foreign_run_is_looked_at_and_not_written_to",),
     ),
     Mutant(
         "drill-always-passes",
@@ -382,6 +384,6 @@ MUTANTS = [
         "commands/drill.py",
         'return code == 3 and halt.get("step") == step and all(name in text for name in names)',
         "return True",
-        ("test_drill.py",),
+        ("commands/test_drill.py",),
     ),
 ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants import Mutant
 
-NUMBERS = "test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch"
-WEIGHTS = "test_values.py::test_the_weights_after_every_step_are_those_of_plain_pytorch"
-SKIPPED = "test_values.py::test_a_step_that_is_skipped_changes_nothing_and_does_not_count_as_an_update"
-RESUMED = "test_values.py::test_a_resumed_run_goes_on_with_its_numbers"
+NUMBERS = "one_answer/test_values.py::test_loss_norm_rate_and_tokens_of_every_step_are_those_of_plain_pytorch"
+WEIGHTS = "one_answer/test_values.py::test_the_weights_after_every_step_are_those_of_plain_pytorch"
+SKIPPED = "one_answer/test_values.py::test_a_step_that_is_skipped_changes_nothing_and_does_not_count_as_an_update"
+RESUMED = "one_answer/test_values.py::test_a_resumed_run_goes_on_with_its_numbers"
 
 MUTANTS = [
     # engine/gradients/accumulate, parallel, trainer
@@ -41,7 +41,7 @@ MUTANTS = [
         "engine/verdict.py",
         "return not self.bad_units and math.isfinite(self.norm) and math.isfinite(self.loss)",
         "return not self.bad_units and math.isfinite(self.norm)",
-        ("test_python_values.py",),
+        ("one_answer/test_python_values.py",),
     ),
     Mutant(
         "overflowing-norm-is-sound",
@@ -49,7 +49,7 @@ MUTANTS = [
         "engine/verdict.py",
         "return not self.bad_units and math.isfinite(self.norm) and math.isfinite(self.loss)",
         "return not self.bad_units and math.isfinite(self.loss)",
-        ("test_python_values.py",),
+        ("one_answer/test_python_values.py",),
     ),
     Mutant(
         "unused-parameters-keep-their-gradient",
@@ -57,7 +57,7 @@ MUTANTS = [
         "engine/gradients/accumulate.py",
         "                    self._views[name].zero_()\n",
         "                    pass\n",
-        ("test_python_values.py",),
+        ("one_answer/test_python_values.py",),
     ),
     Mutant(
         "clip-below-threshold",
@@ -89,7 +89,7 @@ MUTANTS = [
         "engine/optimizer.py",
         "gate = ~torch.isfinite(measured).all()",
         "gate = torch.zeros((), dtype=torch.bool, device=measured.device)",
-        ("test_ahead.py",),
+        ("engine/test_ahead.py",),
     ),
     Mutant(
         "ahead-clips-the-sum",
@@ -97,7 +97,7 @@ MUTANTS = [
         "engine/optimizer.py",
         "(measured[-1] / count / most)",
         "(measured[-1] / most)",
-        ("test_ahead.py",),
+        ("engine/test_ahead.py",),
     ),
     Mutant(
         "closed-gate-counts",
@@ -105,7 +105,7 @@ MUTANTS = [
         "engine/optimizer.py",
         "self.rule.updates -= 1  # the gated update did not happen",
         "pass  # the gated update did not happen",
-        ("test_ahead.py",),
+        ("engine/test_ahead.py",),
     ),
     Mutant(
         "ahead-for-ever",
@@ -113,7 +113,7 @@ MUTANTS = [
         "engine/optimizer.py",
         "        self._updates_ahead = alone and ",
         '        self._updates_ahead = getattr(self, "_updates_ahead", False) or alone and ',
-        ("test_ahead.py",),
+        ("engine/test_ahead.py",),
     ),
     Mutant(
         "mfu-without-attention",
@@ -121,7 +121,7 @@ MUTANTS = [
         "model/shape.py",
         "return 6 * inside + 12 * self.layers * self.hidden * self.context",
         "return 6 * inside",
-        ("test_ahead.py",),
+        ("engine/test_ahead.py",),
     ),
     Mutant(
         "rank-0-weights-not-broadcast",
@@ -129,7 +129,7 @@ MUTANTS = [
         "engine/parallel.py",
         "        group.broadcast(self.arena.weights, src=0)\n",
         "",
-        ("test_parallel.py",),
+        ("engine/test_parallel.py",),
     ),
     Mutant(
         "skips-forgotten",
@@ -145,7 +145,7 @@ MUTANTS = [
         "engine/progress.py",
         'self.skipped, self.skips_in_a_row = fields["skipped"], fields["skips_in_a_row"]',
         'self.skipped = fields["skipped"]',
-        ("test_values.py::test_skips_in_a_row_are_counted_over_a_resume",),
+        ("one_answer/test_values.py::test_skips_in_a_row_are_counted_over_a_resume",),
     ),
     Mutant(
         "skips-in-the-bias-correction",
@@ -169,7 +169,7 @@ MUTANTS = [
         "run/resumable.py",
         '    "seed",\n',
         "",
-        ("test_values.py::test_another_seed_or_validation_share_is_refused_on_resume",),
+        ("one_answer/test_values.py::test_another_seed_or_validation_share_is_refused_on_resume",),
     ),
     Mutant(
         "another-validation-share-accepted",
@@ -177,7 +177,7 @@ MUTANTS = [
         "run/resumable.py",
         '    "data.validation",\n',
         "",
-        ("test_values.py::test_another_seed_or_validation_share_is_refused_on_resume",),
+        ("one_answer/test_values.py::test_another_seed_or_validation_share_is_refused_on_resume",),
     ),
     Mutant(
         "other-corpus-accepted",
@@ -185,7 +185,7 @@ MUTANTS = [
         "run/resumable.py",
         'if state["data"] != data:',
         'if not state["data"]:',
-        ("test_bad_input.py::test_other_data_than_the_checkpoint_was_trained_on",),
+        ("commands/test_bad_input.py::test_other_data_than_the_checkpoint_was_trained_on",),
     ),
     Mutant(
         "small-vocabulary-accepted",
@@ -193,7 +193,7 @@ MUTANTS = [
         "run/pretraining.py",
         "if vocabulary > rows:",
         "if vocabulary > 9 * rows:",
-        ("test_bad_input.py::test_a_vocabulary_that_does_not_fit",),
+        ("commands/test_bad_input.py::test_a_vocabulary_that_does_not_fit",),
     ),
     Mutant(
         "one-skip-too-many",
@@ -201,7 +201,7 @@ MUTANTS = [
         "run/build.py",
         "config.max_skips - 1 if",
         "config.max_skips if",
-        ("test_values.py::test_skips_in_a_row_are_counted_over_a_resume",),
+        ("one_answer/test_values.py::test_skips_in_a_row_are_counted_over_a_resume",),
     ),
     Mutant(
         "skips-add-up",
@@ -225,7 +225,7 @@ MUTANTS = [
         "engine/gradients/gather.py",
         "ownership.bounds[index])",
         "ownership.bounds[index - 1])",
-        ("test_zero.py::test_every_policy_gives_the_answer",),
+        ("one_answer/test_zero.py::test_every_policy_gives_the_answer",),
     ),
     Mutant(
         "a-slot-twice",
@@ -241,7 +241,7 @@ MUTANTS = [
         "engine/parallel.py",
         'loss * count if reduction == "mean" else loss',
         "loss",
-        ("test_python_values.py",),
+        ("one_answer/test_python_values.py",),
     ),
     Mutant(
         "rows-added-twice",
@@ -249,7 +249,7 @@ MUTANTS = [
         "engine/gradients/accumulate.py",
         "        if not self._last:\n            for into, other in self._fold.merges:",
         "        if True:\n            for into, other in self._fold.merges:",
-        ("test_arena.py", NUMBERS),
+        ("engine/test_arena.py", NUMBERS),
     ),
     Mutant(
         "norm-of-my-cells",
@@ -265,7 +265,7 @@ MUTANTS = [
         "run/build.py",
         '        optimizer.facts = f"{config.determinism_key} {self.digest} {optimizer.model.frozen}"\n',
         "",
-        ("test_agreement.py",),
+        ("engine/test_agreement.py",),
     ),
     Mutant(
         "stop-of-one-rank",
@@ -273,7 +273,7 @@ MUTANTS = [
         "engine/verdict.py",
         "self.agreed = any(statuses)",
         "self.agreed = self.wanted()",
-        ("test_interrupt.py::test_sigterm_to_one_worker_stops_all_of_them",),
+        ("cluster/test_interrupt.py::test_sigterm_to_one_worker_stops_all_of_them",),
     ),
     Mutant(
         "blames-everyone-after-the-reduce",
@@ -281,7 +281,7 @@ MUTANTS = [
         "integrity/finite.py",
         "for unit in bad_sums if (unit, owner) not in explained}",
         "for unit in bad_sums}",
-        ("test_cord.py::test_a_fault_that_passes_is_still_blamed_on_its_rank",),
+        ("engine/test_cord.py::test_a_fault_that_passes_is_still_blamed_on_its_rank",),
     ),
     Mutant(
         "replicas-not-compared",
@@ -289,7 +289,7 @@ MUTANTS = [
         "integrity/fingerprint.py",
         "if prints[:WIDTH] != everyone[keeper][WIDTH:]:",
         "if not prints:",
-        ("test_zero.py::test_a_replica_that_differs_halts_and_is_named",),
+        ("one_answer/test_zero.py::test_a_replica_that_differs_halts_and_is_named",),
     ),
     Mutant(
         "generators-not-set-by-slot",
@@ -297,7 +297,7 @@ MUTANTS = [
         "engine/gradients/slots.py",
         'f"{seed} {step} {slot}"',
         'f"{seed} {step}"',
-        ("test_any_module.py::test_slots_and_steps_have_random_numbers_of_their_own",),
+        ("engine/test_any_module.py::test_slots_and_steps_have_random_numbers_of_their_own",),
     ),
     Mutant(
         "generators-not-set-by-step",
@@ -305,7 +305,7 @@ MUTANTS = [
         "engine/gradients/slots.py",
         'f"{seed} {step} {slot}"',
         'f"{seed} {slot}"',
-        ("test_any_module.py::test_slots_and_steps_have_random_numbers_of_their_own",),
+        ("engine/test_any_module.py::test_slots_and_steps_have_random_numbers_of_their_own",),
     ),
     Mutant(
         "buffers-not-restored",
@@ -313,7 +313,7 @@ MUTANTS = [
         "engine/parallel.py",
         "        self.buffers_of_step.restore()\n",
         "",
-        ("test_any_module.py::test_buffers_are_the_mean_over_slots_and_counts_stay_counts",),
+        ("engine/test_any_module.py::test_buffers_are_the_mean_over_slots_and_counts_stay_counts",),
     ),
     Mutant(
         "buffers-of-one-rank",
@@ -321,7 +321,9 @@ MUTANTS = [
         "engine/gradients/slots.py",
         "self.membership.group.all_gather_bytes(mine)",
         "[mine] * self.membership.world_size",
-        ("test_any_module.py::test_batch_norm_and_dropout_give_one_digest_for_any_number_of_ranks_and_any_transport",),
+        (
+            "engine/test_any_module.py::test_batch_norm_and_dropout_give_one_digest_for_any_number_of_ranks_and_any_transport",
+        ),
     ),
     Mutant(
         "frozen-not-compared",
@@ -329,7 +331,7 @@ MUTANTS = [
         "engine/parallel.py",
         'in differences(["the names of frozen parameters", *tensors], everyone):',
         "in differences([], everyone):",
-        ("test_any_module.py::test_a_frozen_parameter_that_differs_on_a_rank_halts_before_the_first_step",),
+        ("engine/test_any_module.py::test_a_frozen_parameter_that_differs_on_a_rank_halts_before_the_first_step",),
     ),
     Mutant(
         "buffers-not-compared",
@@ -337,7 +339,7 @@ MUTANTS = [
         "engine/gradients/slots.py",
         "return (bytes(as_bytes(self._before[name])) for name in names)",
         "return iter(())",
-        ("test_any_module.py::test_a_buffer_that_differs_on_a_rank_halts_the_next_step",),
+        ("engine/test_any_module.py::test_a_buffer_that_differs_on_a_rank_halts_the_next_step",),
     ),
     Mutant(
         "bf16-merges-not-rounded",
@@ -345,7 +347,7 @@ MUTANTS = [
         "engine/gradients/accumulate.py",
         "round_as(self._accumulator.wire, rows[into].add_(rows[other]))",
         "rows[into].add_(rows[other])",
-        ("test_any_module.py::test_a_bf16_wire_gives_one_answer_for_any_number_of_ranks_and_any_transport",),
+        ("engine/test_any_module.py::test_a_bf16_wire_gives_one_answer_for_any_number_of_ranks_and_any_transport",),
     ),
     Mutant(
         "bf16-gradients-not-rounded",
@@ -353,7 +355,7 @@ MUTANTS = [
         "engine/gradients/accumulate.py",
         "        round_as(self._accumulator.wire, view)\n",
         "",
-        ("test_any_module.py::test_a_bf16_wire_gives_one_answer_for_any_number_of_ranks_and_any_transport",),
+        ("engine/test_any_module.py::test_a_bf16_wire_gives_one_answer_for_any_number_of_ranks_and_any_transport",),
     ),
     Mutant(
         "other-probes-accepted",
@@ -361,7 +363,7 @@ MUTANTS = [
         "integrity/probe.py",
         "    if found and not mixed:\n",
         "    if found and mixed:\n",
-        ("test_numerics.py::test_workers_that_compute_other_bits_are_refused_with_the_operation_named",),
+        ("one_answer/test_numerics.py::test_workers_that_compute_other_bits_are_refused_with_the_operation_named",),
     ),
     Mutant(
         "everyone-updates-on-unequal-machines",
@@ -369,6 +371,6 @@ MUTANTS = [
         "engine/optimizer.py",
         "if membership.group.mixed and not self.ownership.sharded:",
         "if not membership:",
-        ("test_numerics.py::test_a_machine_whose_optimizer_computes_other_bits_may_take_part",),
+        ("one_answer/test_numerics.py::test_a_machine_whose_optimizer_computes_other_bits_may_take_part",),
     ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants import Mutant
 
-BOARD = "test_board.py::"
+BOARD = "board/test_board.py::"
 
 MUTANTS = [
     Mutant(
@@ -85,7 +85,10 @@ MUTANTS = [
         "commands/runs/export.py",
         "            del found[later]\n",
         "            pass\n",
-        ("test_export.py::test_csv_has_each_step_once", "test_export.py::test_tensorboard_reads_each_step_once"),
+        (
+            "commands/test_export.py::test_csv_has_each_step_once",
+            "commands/test_export.py::test_tensorboard_reads_each_step_once",
+        ),
     ),
     Mutant(
         "fault-in-the-command-to-try",
@@ -93,6 +96,6 @@ MUTANTS = [
         "run/screen/ending.py",
         'elif not word.startswith("--fault="):',
         "else:",
-        ("test_run_commands.py::test_a_halt_fits_one_screen_and_the_command_to_try_has_no_fault",),
+        ("commands/test_run_commands.py::test_a_halt_fits_one_screen_and_the_command_to_try_has_no_fault",),
     ),
 ]

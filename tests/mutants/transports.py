@@ -11,7 +11,7 @@ MUTANTS = [
         "transport/base.py",
         "[0] * (src + 1) + [flat.numel()] * (self.world_size - src)",
         "[0] * (src + 2) + [flat.numel()] * (self.world_size - src - 1)",
-        ("test_group_contract.py::test_sums_are_the_oracles",),
+        ("transport/test_group_contract.py::test_sums_are_the_oracles",),
     ),
     Mutant(
         "alone-forgets-rows",
@@ -19,7 +19,7 @@ MUTANTS = [
         "transport/local.py",
         "            order.add_up(rows)\n",
         "            pass\n",
-        ("test_arena.py",),
+        ("engine/test_arena.py",),
         equivalent="(equivalent: a worker alone has folded all its slots into one row, and has nothing to add)",
     ),
     Mutant(
@@ -29,8 +29,8 @@ MUTANTS = [
         "for row in chunk[leaves + 1 :]:",
         "for row in chunk[leaves + 2 :]:",
         (
-            "test_group_contract.py::test_sums_are_the_oracles[f32-shm-2]",
-            "test_group_contract.py::test_sums_are_the_oracles[f32-shm-3]",
+            "transport/test_group_contract.py::test_sums_are_the_oracles[f32-shm-2]",
+            "transport/test_group_contract.py::test_sums_are_the_oracles[f32-shm-3]",
         ),
     ),
     Mutant(
@@ -39,7 +39,7 @@ MUTANTS = [
         "transport/rows.py",
         "leaves = [row.to(torch.bfloat16, copy=True) for row in rows]",
         "leaves = [row.bfloat16().float() for row in rows]",
-        ("test_group_contract.py::test_sums_are_the_oracles[bf16-shm-3]",),
+        ("transport/test_group_contract.py::test_sums_are_the_oracles[bf16-shm-3]",),
     ),
     Mutant(
         "shm-wire-ignored",
@@ -47,7 +47,7 @@ MUTANTS = [
         "transport/shm/group.py",
         'if self.wire == "bf16" and total.dtype == torch.float32:',
         'if self.wire == "none":',
-        ("test_group_contract.py::test_sums_are_the_oracles[bf16-shm-3]",),
+        ("transport/test_group_contract.py::test_sums_are_the_oracles[bf16-shm-3]",),
     ),
     Mutant(
         "shm-disagreement",
@@ -55,7 +55,7 @@ MUTANTS = [
         "transport/shm/group.py",
         "if (operation, agreement) != mine[:2]:",
         "if operation != mine[0]:",
-        ("test_shm.py::test_ranks_that_disagree_are_told_so",),
+        ("transport/test_shm.py::test_ranks_that_disagree_are_told_so",),
     ),
     Mutant(
         "shm-overwrites-rows",
@@ -64,8 +64,8 @@ MUTANTS = [
         "values[into] = values[into] + values[other]",
         "values[into].add_(values[other])",
         (
-            "test_group_contract.py::test_sums_are_the_oracles[f32-shm-5]",
-            "test_cord.py::test_a_fault_that_passes_is_still_blamed_on_its_rank",
+            "transport/test_group_contract.py::test_sums_are_the_oracles[f32-shm-5]",
+            "engine/test_cord.py::test_a_fault_that_passes_is_still_blamed_on_its_rank",
         ),
     ),
     Mutant(
@@ -74,7 +74,7 @@ MUTANTS = [
         "transport/shm/group.py",
         "if len(set(machines)) > 1:",
         "if not machines:",
-        ("test_shm.py::test_workers_of_two_machines_are_refused",),
+        ("transport/test_shm.py::test_workers_of_two_machines_are_refused",),
     ),
     Mutant(
         "shm-leaving-unnoticed",
@@ -82,7 +82,7 @@ MUTANTS = [
         "transport/shm/barrier.py",
         "            if self._left[peer]:\n",
         "            if self._left[peer] > 1:\n",
-        ("test_shm.py::test_a_rank_that_leaves_is_lost_to_the_others_at_once",),
+        ("transport/test_shm.py::test_a_rank_that_leaves_is_lost_to_the_others_at_once",),
     ),
     Mutant(
         "shm-death-unnoticed",
@@ -90,7 +90,7 @@ MUTANTS = [
         "transport/shm/barrier.py",
         "            if peer in dead:\n",
         "            if peer in ():\n",
-        ("test_group_contract.py::test_survivors_name_a_killed_peer_within_a_second[shm-2]",),
+        ("transport/test_group_contract.py::test_survivors_name_a_killed_peer_within_a_second[shm-2]",),
     ),
     Mutant(
         "shm-no-timeout",
@@ -98,7 +98,7 @@ MUTANTS = [
         "transport/shm/barrier.py",
         "if late and seconds >= self.timeout:",
         "if late and seconds >= 100 * self.timeout:",
-        ("test_group_contract.py::test_survivors_name_a_stopped_peer_within_the_timeout[shm-3]",),
+        ("transport/test_group_contract.py::test_survivors_name_a_stopped_peer_within_the_timeout[shm-3]",),
     ),
     Mutant(
         "torch-order",
@@ -107,8 +107,8 @@ MUTANTS = [
         "        order.add_up(leaves)\n",
         "        for leaf in leaves[1:]:\n            leaves[0].add_(leaf)\n",
         (
-            "test_group_contract.py::test_sums_are_the_oracles[f32-torch-4]",
-            "test_group_contract.py::test_sums_are_the_oracles[f32-torch-5]",
+            "transport/test_group_contract.py::test_sums_are_the_oracles[f32-torch-4]",
+            "transport/test_group_contract.py::test_sums_are_the_oracles[f32-torch-5]",
         ),
     ),
     Mutant(
@@ -117,7 +117,7 @@ MUTANTS = [
         "transport/torch_dist.py",
         'return torch.bfloat16 if self.wire == "bf16" and nodes.dtype == torch.float32 else nodes.dtype',
         "return nodes.dtype",
-        ("test_group_contract.py::test_sums_are_the_oracles[bf16-torch-3]",),
+        ("transport/test_group_contract.py::test_sums_are_the_oracles[bf16-torch-3]",),
     ),
     Mutant(
         "ring-first-row-alone",
@@ -126,8 +126,8 @@ MUTANTS = [
         "for row in rows[1:]:",
         "for row in rows[2:]:",
         (
-            "test_group_contract.py::test_sums_are_the_oracles[f32-ring-3]",
-            "test_group_contract.py::test_sums_are_the_oracles[f32-ring-2]",
+            "transport/test_group_contract.py::test_sums_are_the_oracles[f32-ring-3]",
+            "transport/test_group_contract.py::test_sums_are_the_oracles[f32-ring-2]",
         ),
     ),
     Mutant(
@@ -136,7 +136,7 @@ MUTANTS = [
         "transport/tcp/ring.py",
         "            if not rows:\n                total.zero_()\n",
         "",
-        ("test_rows.py::test_a_rank_without_slots_adds_nothing[ring]",),
+        ("engine/test_rows.py::test_a_rank_without_slots_adds_nothing[ring]",),
     ),
     Mutant(
         "ring-owner-keeps-its-bits",
@@ -144,7 +144,7 @@ MUTANTS = [
         "transport/tcp/ring.py",
         "turn == len(added) - 1)",
         "turn == len(added))",
-        ("test_group_contract.py::test_sums_are_the_oracles[bf16-ring-3]",),
+        ("transport/test_group_contract.py::test_sums_are_the_oracles[bf16-ring-3]",),
     ),
     Mutant(
         "ring-neighbours-disagree",
@@ -152,7 +152,7 @@ MUTANTS = [
         "transport/tcp/ring.py",
         "if their_header != header:",
         "if not their_header:",
-        ("test_ring.py::test_different_operations_are_refused_everywhere",),
+        ("transport/test_ring.py::test_different_operations_are_refused_everywhere",),
     ),
     Mutant(
         "star-ranks-disagree",
@@ -160,7 +160,7 @@ MUTANTS = [
         "transport/tcp/star_server.py",
         "if operation != usual:",
         "if not operation:",
-        ("test_star.py::test_ranks_that_announce_different_operations_are_all_refused",),
+        ("transport/test_star.py::test_ranks_that_announce_different_operations_are_all_refused",),
     ),
     Mutant(
         "any-token",
@@ -168,7 +168,10 @@ MUTANTS = [
         "transport/tcp/entrance/handshake.py",
         'if not hmac.compare_digest(hello.proof.encode(), prove(key, "connector", challenge, hello).encode()):',
         "if not hello.proof:",
-        ("test_star.py::test_strangers_and_wrong_tokens_are_turned_away_from_a_star", "test_strangers.py"),
+        (
+            "transport/test_star.py::test_strangers_and_wrong_tokens_are_turned_away_from_a_star",
+            "security/test_strangers.py",
+        ),
     ),
     Mutant(
         "any-coordinator",
@@ -176,7 +179,7 @@ MUTANTS = [
         "transport/tcp/entrance/handshake.py",
         "if not isinstance(accepted, Accepted) or not hmac.compare_digest(accepted.proof.encode(), expected.encode()):",
         "if not isinstance(accepted, Accepted):",
-        ("test_strangers.py::test_a_coordinator_that_does_not_know_the_token_learns_nothing",),
+        ("security/test_strangers.py::test_a_coordinator_that_does_not_know_the_token_learns_nothing",),
     ),
     Mutant(
         "one-nonce",
@@ -184,7 +187,7 @@ MUTANTS = [
         "transport/tcp/entrance/handshake.py",
         "challenge = secrets.token_hex(32)",
         'challenge = "0" * 64',
-        ("test_strangers.py::test_a_recorded_handshake_is_worth_nothing",),
+        ("security/test_strangers.py::test_a_recorded_handshake_is_worth_nothing",),
     ),
     Mutant(
         "stale-connection",
@@ -192,7 +195,7 @@ MUTANTS = [
         "transport/tcp/entrance/reception.py",
         "elif isinstance(data, _Pending) and data in self._pending:",
         "elif isinstance(data, _Pending):",
-        ("test_strangers.py::test_a_connection_that_is_dropped_while_it_sends_ends_nothing",),
+        ("security/test_strangers.py::test_a_connection_that_is_dropped_while_it_sends_ends_nothing",),
     ),
     Mutant(
         "oldest-is-pushed-out",
@@ -200,7 +203,7 @@ MUTANTS = [
         "transport/tcp/entrance/reception.py",
         "return next(pending for pending in self._pending if pending.host == host)",
         "return self._pending[0]",
-        ("test_strangers.py::test_a_flood_from_one_address_pushes_out_nobody_from_another",),
+        ("security/test_strangers.py::test_a_flood_from_one_address_pushes_out_nobody_from_another",),
     ),
     Mutant(
         "server-missed-too-early",
@@ -208,7 +211,7 @@ MUTANTS = [
         "transport/tcp/failure_detector.py",
         "elif peer in self._left or peer not in self._seen or self._verdict:",
         "elif peer in self._left or self._verdict:",
-        ("test_star.py::test_a_rank_that_comes_late_makes_nobody_miss_the_server",),
+        ("transport/test_star.py::test_a_rank_that_comes_late_makes_nobody_miss_the_server",),
     ),
     Mutant(
         "torchrun-proves-nothing",
@@ -216,7 +219,7 @@ MUTANTS = [
         "transport/torch_dist.py",
         "        if settings.keys:\n",
         "        if settings.keys and store:\n",
-        ("test_coordinator.py::test_under_torchrun_ranks_with_other_tokens_do_not_train",),
+        ("cluster/test_coordinator.py::test_under_torchrun_ranks_with_other_tokens_do_not_train",),
     ),
     Mutant(
         "no-handshake-deadline",
@@ -224,7 +227,7 @@ MUTANTS = [
         "transport/tcp/entrance/reception.py",
         "while self._pending and self._pending[0].until < now:",
         "while self._pending and self._pending[0].until < 0:",
-        ("test_strangers.py::test_a_slow_writer_has_one_deadline_for_all_of_its_handshake",),
+        ("security/test_strangers.py::test_a_slow_writer_has_one_deadline_for_all_of_its_handshake",),
     ),
     Mutant(
         "one-key-for-all",
@@ -232,6 +235,6 @@ MUTANTS = [
         "transport/keys.py",
         "*sorted(ranks)]",
         "]",
-        ("test_strangers.py::test_no_rank_has_the_key_of_two_others_and_a_new_generation_has_new_ones",),
+        ("security/test_strangers.py::test_no_rank_has_the_key_of_two_others_and_a_new_generation_has_new_ones",),
     ),
 ]

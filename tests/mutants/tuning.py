@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants import Mutant
 
-LOSS = "test_finetune.py::test_the_loss_is_that_of_transformers_over_the_answers_of_the_whole_step"
-ONE = "test_finetune_runs.py::test_one_answer_for_one_two_and_three_workers"
-ROW = "test_samples.py::test_what_is_wrong_with_a_row_names_its_line"
-CUT = "test_samples.py::test_what_is_too_long_is_cut_so_that_the_answer_stays_and_counted"
+LOSS = "finetune/test_finetune.py::test_the_loss_is_that_of_transformers_over_the_answers_of_the_whole_step"
+ONE = "finetune/test_finetune_runs.py::test_one_answer_for_one_two_and_three_workers"
+ROW = "finetune/test_samples.py::test_what_is_wrong_with_a_row_names_its_line"
+CUT = "finetune/test_samples.py::test_what_is_too_long_is_cut_so_that_the_answer_stays_and_counted"
 
 MUTANTS = [
     Mutant(
@@ -16,7 +16,7 @@ MUTANTS = [
         "finetune/samples/encode.py",
         "[NO_TARGET] * len(kept) + answer)",
         "kept + answer)",
-        ("test_samples.py::test_only_the_answer_and_its_end_are_targets",),
+        ("finetune/test_samples.py::test_only_the_answer_and_its_end_are_targets",),
     ),
     Mutant(
         "answer-without-end",
@@ -24,7 +24,7 @@ MUTANTS = [
         "finetune/samples/encode.py",
         "answer = answer if end is None else [*answer, end]",
         "answer = list(answer)",
-        ("test_samples.py::test_only_the_answer_and_its_end_are_targets",),
+        ("finetune/test_samples.py::test_only_the_answer_and_its_end_are_targets",),
     ),
     Mutant(
         "end-of-prompt-cut",
@@ -48,7 +48,7 @@ MUTANTS = [
         "finetune/samples/encode.py",
         "                    spans.append((len(before), len(after)))\n",
         "                    spans = [(len(before), len(after))]\n",
-        ("test_samples.py::test_every_answer_of_a_conversation_is_a_target",),
+        ("finetune/test_samples.py::test_every_answer_of_a_conversation_is_a_target",),
     ),
     Mutant(
         "empty-answer-accepted",
@@ -80,7 +80,7 @@ MUTANTS = [
         "finetune/samples/sample_set.py",
         "_padded([row[1:] for row in answers], NO_TARGET)",
         "_padded([row[:-1] for row in answers], NO_TARGET)",
-        ("test_samples.py::test_a_batch_is_padded_and_its_targets_are_the_next_tokens",),
+        ("finetune/test_samples.py::test_a_batch_is_padded_and_its_targets_are_the_next_tokens",),
     ),
     Mutant(
         "padding-is-read",
@@ -88,7 +88,7 @@ MUTANTS = [
         "finetune/task.py",
         "attention_mask=mask.long()",
         "attention_mask=torch.ones_like(x)",
-        ("test_finetune.py::test_the_padding_of_a_batch_changes_nothing",),
+        ("finetune/test_finetune.py::test_the_padding_of_a_batch_changes_nothing",),
     ),
     Mutant(
         "padding-counts",
@@ -104,7 +104,7 @@ MUTANTS = [
         "finetune/task.py",
         "        with self.autocast():\n",
         "        with self.autocast() if torch.is_grad_enabled() else contextlib.nullcontext():\n",
-        ("test_finetune.py::test_everything_is_computed_in_the_precision_that_was_asked_for",),
+        ("finetune/test_finetune.py::test_everything_is_computed_in_the_precision_that_was_asked_for",),
     ),
     Mutant(
         "accuracy-of-rank-0",
@@ -112,7 +112,7 @@ MUTANTS = [
         "finetune/task.py",
         "sum(right for right, _ in statuses)",
         "statuses[0][0]",
-        ("test_finetune_runs.py::test_the_accuracy_of_every_step_is_counted_over_all_workers",),
+        ("finetune/test_finetune_runs.py::test_the_accuracy_of_every_step_is_counted_over_all_workers",),
     ),
     Mutant(
         "accuracy-of-all-steps",
@@ -120,7 +120,7 @@ MUTANTS = [
         "finetune/task.py",
         "seen, self._seen = self._seen, []",
         "seen = self._seen",
-        ("test_finetune_runs.py::test_the_accuracy_of_every_step_is_counted_over_all_workers",),
+        ("finetune/test_finetune_runs.py::test_the_accuracy_of_every_step_is_counted_over_all_workers",),
     ),
     Mutant(
         "new-head-without-seed",
@@ -136,7 +136,7 @@ MUTANTS = [
         "run/resumable.py",
         'if state.get("frozen", "") != frozen:',
         'if state.get("frozen", "") and not frozen:',
-        ("test_finetune.py::test_adapters_do_not_go_on_with_another_model",),
+        ("finetune/test_finetune.py::test_adapters_do_not_go_on_with_another_model",),
     ),
     Mutant(
         "damaged-adapter-merged",
@@ -144,7 +144,7 @@ MUTANTS = [
         "finetune/result.py",
         "    known = verify_named(adapter)\n",
         "    known = None\n",
-        ("test_finetune_runs.py::test_the_command_line_merges_and_answers",),
+        ("finetune/test_finetune_runs.py::test_the_command_line_merges_and_answers",),
     ),
     Mutant(
         "all-lines-blamed",
@@ -152,7 +152,7 @@ MUTANTS = [
         "engine/trainer.py",
         "return bad or list(range(len(x)))",
         "return list(range(len(x)))",
-        ("test_finetune.py::test_the_line_whose_loss_is_not_finite_is_named",),
+        ("finetune/test_finetune.py::test_the_line_whose_loss_is_not_finite_is_named",),
     ),
     Mutant(
         "from-folder-ignored",
@@ -160,7 +160,7 @@ MUTANTS = [
         "run/pretraining.py",
         "    if config.model.source:",
         "    if not config.model:",
-        ("test_from.py::test_the_first_loss_is_that_of_transformers",),
+        ("model/test_from.py::test_the_first_loss_is_that_of_transformers",),
     ),
     Mutant(
         "from-without-epsilon",
@@ -168,7 +168,7 @@ MUTANTS = [
         "model/hub_config.py",
         '    "norm_eps": "rms_norm_eps",\n',
         "",
-        ("test_from.py::test_the_first_loss_is_that_of_transformers",),
+        ("model/test_from.py::test_the_first_loss_is_that_of_transformers",),
     ),
     Mutant(
         "weights-made-up",
@@ -176,7 +176,7 @@ MUTANTS = [
         "finetune/model.py",
         'if task == "answers" or (name.startswith(body) and POOLER not in name)]',
         'if task == "answers" and name.startswith(body) and POOLER in name]',
-        ("test_finetune.py::test_weights_that_are_missing_are_not_made_up",),
+        ("finetune/test_finetune.py::test_weights_that_are_missing_are_not_made_up",),
     ),
     Mutant(
         "pooler-not-saved",
@@ -184,7 +184,7 @@ MUTANTS = [
         "finetune/model.py",
         "modules_to_save=sorted(poolers) or None",
         "modules_to_save=None",
-        ("test_finetune.py::test_a_new_pooler_is_trained_and_saved_with_the_head",),
+        ("finetune/test_finetune.py::test_a_new_pooler_is_trained_and_saved_with_the_head",),
     ),
     Mutant(
         "padding-that-the-model-reads",
@@ -192,7 +192,7 @@ MUTANTS = [
         "finetune/model.py",
         "    model.config.get_text_config().pad_token_id = base.padding\n",
         "    model.config.get_text_config().use_cache = False\n",
-        ("test_finetune.py::test_the_padding_of_a_classifier_is_what_its_model_knows_as_such",),
+        ("finetune/test_finetune.py::test_the_padding_of_a_classifier_is_what_its_model_knows_as_such",),
     ),
     Mutant(
         "answer-past-the-last-position",
@@ -200,7 +200,7 @@ MUTANTS = [
         "finetune/answer.py",
         "length = min(length, self.base.positions - len(prompt))",
         "length = max(length, self.base.positions - len(prompt))",
-        ("test_finetune.py::test_an_answer_has_no_more_tokens_than_the_model_has_positions",),
+        ("finetune/test_finetune.py::test_an_answer_has_no_more_tokens_than_the_model_has_positions",),
     ),
     Mutant(
         "plan-without-frozen",
@@ -208,7 +208,7 @@ MUTANTS = [
         "finetune/size.py",
         "frozen = 4 * (self.all_parameters - self.trained.parameters)",
         "frozen = 0",
-        ("test_finetune_runs.py::test_the_plan_counts_what_is_trained_and_what_autograd_keeps",),
+        ("finetune/test_finetune_runs.py::test_the_plan_counts_what_is_trained_and_what_autograd_keeps",),
     ),
     Mutant(
         "sample-of-another-line",
@@ -216,7 +216,7 @@ MUTANTS = [
         "finetune/samples/sample_set.py",
         "== int(line))).nonzero()",
         "== int(line) + 1)).nonzero()",
-        ("test_finetune_runs.py::test_the_samples_of_a_run_are_shown",),
+        ("finetune/test_finetune_runs.py::test_the_samples_of_a_run_are_shown",),
     ),
     # other generations
     Mutant(
@@ -225,7 +225,7 @@ MUTANTS = [
         "finetune/loop.py",
         "        self.scorer.accuracy.forget()\n",
         "",
-        ("test_finetune_runs.py::test_a_worker_is_killed_and_the_answer_stays",),
+        ("finetune/test_finetune_runs.py::test_a_worker_is_killed_and_the_answer_stays",),
     ),
     Mutant(
         "first-weights-not-set-back",
@@ -233,7 +233,7 @@ MUTANTS = [
         "finetune/loop.py",
         "            value.data.copy_(first[name])",
         "            assert name in first",
-        ("test_finetune_runs.py::test_a_worker_is_killed_and_the_answer_stays",),
+        ("finetune/test_finetune_runs.py::test_a_worker_is_killed_and_the_answer_stays",),
     ),
     Mutant(
         "joins-with-another-model",
@@ -241,7 +241,7 @@ MUTANTS = [
         "cluster/session.py",
         "if frozen and optimizer.model.frozen != frozen:",
         "if frozen and not optimizer.model.frozen:",
-        ("test_finetune_runs.py::test_a_worker_with_another_model_is_not_let_in",),
+        ("finetune/test_finetune_runs.py::test_a_worker_with_another_model_is_not_let_in",),
     ),
     Mutant(
         "fixed-group-resized",
@@ -249,7 +249,7 @@ MUTANTS = [
         "run/records/resize.py",
         "if fixed := TRANSPORTS[config.group.transport].fixed:",
         "if fixed := TRANSPORTS[config.group.transport].name * 0:",
-        ("test_protocol2_group.py::test_a_killed_rank_is_named_by_the_run_and_by_the_server",),
+        ("protocol2/test_protocol2_group.py::test_a_killed_rank_is_named_by_the_run_and_by_the_server",),
     ),
     Mutant(
         "adapter-of-a-shared-weight",
@@ -257,7 +257,7 @@ MUTANTS = [
         "finetune/model.py",
         "if len(names) > 1):",
         "if len(names) > 2):",
-        ("test_finetune.py::test_a_weight_that_is_shared_has_no_adapter",),
+        ("finetune/test_finetune.py::test_a_weight_that_is_shared_has_no_adapter",),
     ),
     Mutant(
         "merge-over-its-base",
@@ -265,7 +265,7 @@ MUTANTS = [
         "finetune/result.py",
         "    for needed in (adapter, base.folder):",
         "    for needed in (adapter,):",
-        ("test_finetune_runs.py::test_what_is_still_needed_is_not_replaced",),
+        ("finetune/test_finetune_runs.py::test_what_is_still_needed_is_not_replaced",),
     ),
     Mutant(
         "model-moved-aside",
@@ -273,7 +273,7 @@ MUTANTS = [
         "cluster/launch.py",
         "folder.move_aside(inputs(config))",
         "folder.move_aside()",
-        ("test_finetune_runs.py::test_what_is_still_needed_is_not_replaced",),
+        ("finetune/test_finetune_runs.py::test_what_is_still_needed_is_not_replaced",),
     ),
     Mutant(
         "answers-of-a-new-head",
@@ -281,6 +281,6 @@ MUTANTS = [
         "finetune/generate.py",
         "    if new:",
         "    if len(new) > 1:",
-        ("test_finetune.py::test_a_classifier_without_its_head_gives_no_answers",),
+        ("finetune/test_finetune.py::test_a_classifier_without_its_head_gives_no_answers",),
     ),
 ]

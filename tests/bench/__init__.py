@@ -1,0 +1,1 @@
+"""Benchmarks, and comparisons of two commits."""

@@ -1,0 +1,1 @@
+"""Workers, coordinators and launchers."""

@@ -1,0 +1,1 @@
+"""The other commands, and what the terminal shows."""

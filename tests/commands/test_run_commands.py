@@ -1,0 +1,125 @@
+"""Commands about runs: status, stop, plot, the halt on one screen, the newest checkpoint, help and presets."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from andon.config.load import keys, load
+from andon.run.screen.ending import same_command
+from tests.board.test_board import begin, event, step, write
+from tests.kit.group_harness import busy
+from tests.kit.runs import SMALL, andon, finish, start, summary, train, wait_for_step
+
+
+def test_a_running_run_is_listed_and_stopped_as_by_ctrl_c(tmp_path: Path) -> None:
+    process = start("train", *SMALL, "--train.steps=100000", "--run.dir=runs/one", cwd=tmp_path)
+    wait_for_step(tmp_path / "runs" / "one", 3, process)
+    write(tmp_path / "runs" / "two", [*begin(), step(1), event("done", step=1, samples=[])])
+    code, output = andon("status", "--json", cwd=tmp_path)
+    one, two = map(json.loads, output.splitlines())
+    assert code == 0 and (one["state"], one["pid"] is not None) == ("running", True) and one["step"] >= 3
+    assert (two["state"], two["pid"], two["step"]) == ("done", None, 1)
+    assert "runs/one" in andon("status", cwd=tmp_path)[1]
+    code, output = andon("stop", "runs/one", cwd=tmp_path)
+    assert code == 0 and "stopped at step" in output, output
+    finish(process)
+    assert process.returncode == 4
+    code, output = andon("stop", "runs/one", cwd=tmp_path)
+    assert code == 1 and "No run is live in runs/one" in output and len(output.splitlines()) == 3
+
+
+def test_a_curve_is_drawn_in_the_terminal_and_as_a_png(tmp_path: Path) -> None:
+    from PIL import Image
+
+    evals = [event("eval", step=100, loss=0.5)]
+    write(tmp_path / "run", [*begin(), *(step(n) for n in range(1, 301)), *evals])
+    code, output = andon("plot", "run", cwd=tmp_path)
+    assert code == 0 and "run · loss" in output and any("\u2801" <= character <= "\u28ff" for character in output)
+    assert andon("plot", "run", "-o", "loss.png", cwd=tmp_path)[0] == 0
+    with Image.open(tmp_path / "loss.png") as image:
+        assert image.size == (1200, 600) and np.asarray(image).std() > 5
+    for arguments in (["run", "--curve=nothing"], ["."]):
+        assert andon("plot", *arguments, cwd=tmp_path)[0] == 1
+
+
+def test_a_halt_fits_one_screen_and_the_command_to_try_has_no_fault(tmp_path: Path) -> None:
+    fault = ["--fault", "nan:rank=1,step=3"]
+    code, output = andon("train", *SMALL, "--workers=2", *fault, "--run.dir=run", cwd=tmp_path)
+    card = output[output.index("THE LINE STOPPED") :]
+    assert code == 3 and len(card.splitlines()) <= 16
+    findings = json.loads((tmp_path / "run" / "halt.json").read_text())["findings"]
+    assert f"{len(findings)} parameters, first {findings[0]['parameter']}" in card and "halt.json" in card
+    assert "andon data show" in card and "andon train --model.vocab=300" in card and "--fault" not in card
+    assert same_command(["train", "--fault", "a", "x y", "--fault=b"]) == "andon train 'x y'"
+
+
+def test_a_skipped_step_is_said_at_once_and_at_the_end(tmp_path: Path) -> None:
+    options = ["--on_nonfinite=skip", "--fault=nan:rank=0,step=3", "--run.dir=run"]
+    code, output = andon("train", *SMALL, *options, cwd=tmp_path)
+    assert code == 0 and "step 3 skipped, no weight changed: rank 0 computed a bad gradient" in output
+    assert "1 steps changed no weight" in output and "documents" in output and "epochs" in output
+    found = summary(tmp_path / "run")
+    assert found["skipped"] == 1 and found["seconds"] > 0 and found["tokens_per_s"] > 0 and found["peak_memory"] > 1e7
+
+
+def test_generate_takes_the_newest_good_checkpoint_of_a_run(tmp_path: Path) -> None:
+    train("--checkpoint.every=3", cwd=tmp_path)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    asked = ["--length=4", "--temperature=0"]
+    whole = andon("generate", "run", "Once", *asked, cwd=tmp_path)
+    assert whole == andon("generate", "run/checkpoints/checkpoint-6", "Once", *asked, cwd=tmp_path) and whole[0] == 0
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "checkpoint-6")
+    assert tokenizer.pad_token == tokenizer.eos_token == "<|endoftext|>"
+    with open(checkpoints / "checkpoint-6" / "model.safetensors", "r+b") as file:
+        file.seek(1000)
+        file.write(b"\xff\xff")
+    code, output = andon("generate", "run", "Once", *asked, cwd=tmp_path)
+    assert code == 0 and "andon checkpoint verify run/checkpoints/checkpoint-6" in output
+    _, listed = andon("checkpoint", "ls", "run", "--verify", "--json", cwd=tmp_path)
+    rows = [json.loads(line) for line in listed.splitlines()]
+    assert [(row["step"], row["verdict"]) for row in rows] == [(3, "good"), (6, "damaged")]
+
+
+def test_the_configuration_is_shown_with_the_help_of_each_key_and_reads_back(tmp_path: Path) -> None:
+    code, output = andon("config", "show", "--workers=2", cwd=tmp_path)
+    assert code == 0 and all(" ".join(text.split()) in output for text in keys().values())
+    (tmp_path / "shown.yaml").write_text(output)
+    wanted = load(None, {"workers": 2, "data.cache": str(tmp_path / "cache" / "andon")})
+    assert load(tmp_path / "shown.yaml") == wanted
+    assert yaml.safe_load(output) == json.loads(andon("config", "show", "--workers=2", "--json", cwd=tmp_path)[1])
+    assert all(f"--{key}" in andon("train", "--help", cwd=tmp_path)[1] for key in ("workers", "train.steps", "run.dir"))
+    assert "124m" in andon("config", "presets", cwd=tmp_path)[1]
+
+
+def test_a_run_on_a_terminal_has_a_board_until_it_ends(tmp_path: Path) -> None:
+    import pty
+    import re
+    import urllib.request
+
+    from tests.kit import runs
+
+    reader, writer = pty.openpty()
+    with open(writer, "w") as terminal:
+        process = start(
+            "train", *SMALL, "--train.steps=10000", "--run.dir=run", cwd=tmp_path, executed=True, output=terminal
+        )
+    text = ""
+    until = time.monotonic() + 60 * busy()
+    while not (found := re.search(r"http://127\.0\.0\.1:\d+/", text)) and time.monotonic() < until:
+        text += runs.read_terminal(reader)
+    assert found, text
+    with urllib.request.urlopen(found[0], timeout=30) as answer:
+        assert b"Andon" in answer.read()
+    runs.ctrl_c(process)
+    while process.poll() is None and time.monotonic() < until:
+        runs.read_terminal(reader)
+    with pytest.raises(OSError):
+        urllib.request.urlopen(found[0], timeout=5)

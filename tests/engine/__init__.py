@@ -1,0 +1,1 @@
+"""The step: arena, order of addition, any module, the cord."""

@@ -1,0 +1,1 @@
+"""Values and bits: plain PyTorch's numbers, one digest for every setting and processor."""

@@ -1,0 +1,1 @@
+"""The repository: its architecture, documents, wheel and list of faults."""
