@@ -12,7 +12,7 @@ from pathlib import Path
 from andon.errors import UserError
 from andon.transport.address import address_text
 
-PORT = 29412
+PORT = 29413
 """The default port; if it is taken, the board listens on a free one."""
 LOOPBACK = "127.0.0.1"
 

@@ -1,5 +1,6 @@
 """Background threads of a save."""
 
+import _thread
 import os
 import sys
 import threading
@@ -10,8 +11,11 @@ from typing import Any
 LOWEST_PRIORITY = 19
 
 
-def background(name: str, work: Callable[[], Any], prepare: Callable[[], None] = lambda: None) -> Future[Any]:
-    """Run `prepare`, then `work`, in a daemon thread: unlike a pool's, it does not keep the process from ending."""
+def background(work: Callable[[], Any], prepare: Callable[[], None] = lambda: None) -> Future[Any]:
+    """Run `prepare`, then `work`, in a thread that does not keep the process from ending.
+
+    A `threading.Thread` would make the caller, a training step, wait until the new thread runs: 0.2 ms, and up to 4 ms
+    on busy cores."""
     task: Future[Any] = Future()
 
     def run() -> None:
@@ -21,7 +25,7 @@ def background(name: str, work: Callable[[], Any], prepare: Callable[[], None] =
         except BaseException as error:  # raised again by `result`
             task.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    _thread.start_new_thread(run, ())
     return task
 
 

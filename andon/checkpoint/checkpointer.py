@@ -72,8 +72,7 @@ class Checkpointer:
     def _make_saver(self, saved: int = -1) -> Saver:
         """Each rank writes its own files; if some rank does not see the folder, rank 0 writes them all."""
         group, facts, settings = self.model.group, self.facts, self.settings
-        gathered = group.all_gather_bytes(json.dumps([facts.folder_mark(), saved]).encode())
-        marks, everyone_saved = zip(*map(json.loads, gathered), strict=True)
+        marks, everyone_saved = zip(*group.all_gather_json([facts.folder_mark(), saved]), strict=True)
         rank_0_writes_all = len(set(marks)) > 1
         self._moments = Moments(self.optimizer, rank_0_writes_all)
         mark = marks[group.rank]

@@ -11,7 +11,6 @@ checkpoint. Where no further step carries the statuses (the last step, Ctrl-C, a
 save) `finish` exchanges them every `POLL_SECONDS`, until the save has ended.
 """
 
-import json
 import math
 import shutil
 import threading
@@ -85,13 +84,13 @@ class Saver:
         self._records, self._publishing, self._cancel = {}, False, threading.Event()
         accepted = self._save.request(step)
         assert accepted, self._save.phase
-        self._work("andon-snapshot", self._same_threads, self._take)
+        self._work(self._same_threads, self._take)
 
-    def _work(self, name: str, prepare: Callable[[], None], part: Callable[[int, int, At], Any]) -> None:
+    def _work(self, prepare: Callable[[], None], part: Callable[[int, int, At], Any]) -> None:
         """Run a part of the save in the background; `status` reports its result."""
         save = self._save
         work = partial(part, save.step, save.turn, partial(self._at, self._cancel, save.step))
-        self._task = background(name, work, prepare)
+        self._task = background(work, prepare)
 
     @property
     def step(self) -> int:
@@ -148,10 +147,10 @@ class Saver:
         save = self._save
         if save.phase is Phase.SYNCED:
             save.begin_writing()
-            self._work("andon-write", lowest_priority, self._write)
+            self._work(lowest_priority, self._write)
         elif save.all_wrote and self.is_rank_0 and not self._publishing:
             self._publishing = True
-            self._work("andon-write", lowest_priority, self._publish)
+            self._work(lowest_priority, self._publish)
         elif save.phase is Phase.COMPLETE:
             save.resume()
             self._completed()
@@ -175,7 +174,7 @@ class Saver:
         )
         if self.is_rank_0:
             at = partial(self._at, threading.Event(), step)  # giving up a later save does not cancel the removal
-            self._removal = background("andon-remove", partial(self.store.prune, step, at), lowest_priority)
+            self._removal = background(partial(self.store.prune, step, at), lowest_priority)
 
     def _failed(self) -> None:
         save = self._save
@@ -199,7 +198,7 @@ class Saver:
         )
         if self.is_rank_0:
             discard = partial(self.store.discard, save.step, save.turn)
-            self._removal = background("andon-remove", discard, lowest_priority)
+            self._removal = background(discard, lowest_priority)
 
     def give_up(self, step: int, reason: str) -> None:
         """Give up the save of a step, if it is running: its snapshot is in doubt. All ranks call it together."""
@@ -216,8 +215,7 @@ class Saver:
             started = time.perf_counter()
             if self._task:
                 wait([self._task], POLL_SECONDS)
-            gathered = self.model.group.all_gather_bytes(json.dumps(self._finished_work()).encode())
-            statuses = [json.loads(status) for status in gathered]
+            statuses = self.model.group.all_gather_json(self._finished_work())
             self.stall += time.perf_counter() - started
             self.receive(statuses)
             now = statuses[0][0]  # the clock of rank 0, so that all ranks stop waiting together

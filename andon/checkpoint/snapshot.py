@@ -37,7 +37,7 @@ class Snapshot:
         """Set when everything is copied, or copying has failed: from then on weights and state may change."""
         self._with_weights = weights
         self._gpu = _Gpu(arena.device) if arena.device.type == "cuda" else None
-        self._allocation = background("andon-snapshot", self._allocate) if self._gpu else None
+        self._allocation = background(self._allocate) if self._gpu else None
         """Pinning gigabytes takes seconds, so it starts right away."""
 
     @property

@@ -51,7 +51,7 @@ def evaluate(
 @runs_app.command()
 def board(
     runs: Runs = None,
-    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on. Default: 127.0.0.1, port 29412 or free.")] = "",
+    bind: Annotated[str, typer.Option(help="HOST[:PORT] to listen on. Default: 127.0.0.1, port 29413 or free.")] = "",
     tls_cert: TlsCert = "",
     tls_key: TlsKey = "",
 ) -> None:

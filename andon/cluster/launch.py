@@ -39,7 +39,8 @@ from andon.run.records.resize import RequestedWorkers
 from andon.run.screen.display import Display, show_error
 from andon.run.screen.outlook import machine_notes
 from andon.transport.address import address_text
-from andon.transport.base import TRANSPORTS, GroupError, PeerLost
+from andon.transport.base import GroupError, PeerLost
+from andon.transport.registry import TRANSPORTS
 from andon.transport.tcp.entrance.tls import Tls
 
 LOOPBACK = "127.0.0.1"

@@ -20,8 +20,9 @@ from andon.run.build import Builder
 from andon.run.loop import Loop
 from andon.run.records.events import Emit, Event, event, no_event
 from andon.run.records.ledger import LedgerReports
-from andon.transport.base import TRANSPORTS, Group, Rendezvous, Settings, fastest_here, open_group
+from andon.transport.base import Group, Rendezvous, Settings
 from andon.transport.local import LocalGroup
+from andon.transport.registry import TRANSPORTS, fastest_here, open_group
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from andon.errors import EXIT_HALTED, EXIT_STOPPED, UserError
 from andon.integrity.halt import JidokaHalt
 from andon.run.loop import while_others_wait
 from andon.run.records.events import Emit, event, no_event
-from andon.transport.base import TRANSPORTS, Settings
+from andon.transport.base import Settings
+from andon.transport.registry import TRANSPORTS
 from andon.transport.tcp.connect import check_loopback, is_loopback
 from andon.transport.torch_dist import StoreRendezvous, gloo_at
 

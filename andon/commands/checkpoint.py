@@ -15,7 +15,7 @@ from andon.checkpoint.disk.manifest import Damage, Damaged, Manifest, find_damag
 from andon.errors import UserError, harmless
 from andon.run.records.folder import RunFolder
 from andon.run.screen.display import progress_bar
-from andon.run.screen.terminal import human_bytes
+from andon.run.screen.terminal import human_age, human_bytes
 
 
 def find(path: Path) -> list[Path]:
@@ -46,7 +46,7 @@ def show(path: Path, deep: bool, as_json: bool, console: Console) -> None:
             verdict = "damaged" if damages else "good" if deep else "complete"
             print(json.dumps({**fields, "verdict": verdict, "damage": [str(damage) for damage in damages]}))
             continue
-        size, age = human_bytes(_size(checkpoint)), _age(time.time() - checkpoint.stat().st_mtime)
+        size, age = human_bytes(_size(checkpoint)), human_age(time.time() - checkpoint.stat().st_mtime)
         good = "[green]good[/]" if deep else "complete"
         verdict = f"[bold red]damaged[/] {escape(str(damages[0]))}" if damages else good
         table.add_row(escape(checkpoint.name), *_step_and_loss(checkpoint), size, age, verdict)
@@ -147,10 +147,3 @@ def _size(checkpoint: Path) -> int:
     with contextlib.suppress(OSError):  # a broken link, or the run is removing it
         return sum(file.stat().st_size for file in checkpoint.iterdir())
     return 0
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

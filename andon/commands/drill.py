@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Column, Table
 
-from andon.transport.base import TRANSPORTS
+from andon.transport.registry import TRANSPORTS
 
 WORKERS = 3
 SMALL = (

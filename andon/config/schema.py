@@ -28,7 +28,7 @@ from andon.config.sections import (
 from andon.integrity.faults import parse as parse_fault
 from andon.model.shape import SHAPES, Shape
 from andon.numerics import Numerics
-from andon.transport.base import fastest_here
+from andon.transport.registry import fastest_here
 
 
 class RunSettings(Section):
@@ -107,7 +107,7 @@ class RunSettings(Section):
 
     @property
     def determinism_key(self) -> str:
-        """The values that determine the final weights besides the data: equal keys and data give equal bits."""
+        """The settings that the final weights depend on, besides the data, the numerics and a rounded wire."""
         keys = dict.fromkeys(("seed", "model", "train", "optim", "lora", "on_nonfinite", "max_skips"), True)
         return self.model_dump_json(include={**keys, "data": {"validation"}})
 

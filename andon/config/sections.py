@@ -14,7 +14,7 @@ from pydantic import model_validator as validator
 from andon.errors import UserError
 from andon.model.shape import CHEAP, LARGEST, Shape
 from andon.transport.address import parse_address
-from andon.transport.base import TRANSPORTS
+from andon.transport.registry import TRANSPORTS
 
 Preset = Literal["tiny", "30m", "124m", "350m", "1b"]
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from andon.optim.adamw import AdamWRule
 from andon.optim.base import Range, UpdateRule
 from andon.optim.shard_map import Policy
 from andon.optim.sharding import Ownership, Zero
-from andon.transport.base import TRANSPORTS, GroupError
+from andon.transport.base import GroupError
+from andon.transport.registry import TRANSPORTS
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -21,7 +21,7 @@ from andon.config.sections import MOST_SLOTS
 from andon.engine.gradients.order import make_order
 from andon.model.shape import CHEAP, LOGITS_BYTES, Shape
 from andon.optim.shard_map import UnitOwners
-from andon.transport.base import TRANSPORTS, Traffic
+from andon.transport.registry import TRANSPORTS, Traffic
 
 C = TypeVar("C", bound=RunSettings)
 PROGRAM_BYTES: Final = 12_000_000

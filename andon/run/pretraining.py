@@ -27,7 +27,8 @@ from andon.run.mfu import mfu, peak_of_all
 from andon.run.prepare import build_batches
 from andon.run.records.events import Emit, event
 from andon.run.records.ledger import LedgerReports
-from andon.transport.base import TRANSPORTS, Group
+from andon.transport.base import Group
+from andon.transport.registry import TRANSPORTS
 
 
 class PretrainingBuilder(Builder):

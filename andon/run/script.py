@@ -5,7 +5,6 @@ state after N steps. The first of the two calls prepares the folder together wit
 steps that follow it, and `group.close` waits for the last one.
 """
 
-import json
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -224,7 +223,7 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
     if checkpoints:
         checkpoints.undo()  # before new members copy options and schedule
     mine = [checkpoints is not None, _schedule(optimizer, scheduler)]
-    has, schedules = zip(*map(json.loads, group.all_gather_bytes(json.dumps(mine).encode())), strict=True)
+    has, schedules = zip(*group.all_gather_json(mine), strict=True)
     if len(set(has)) > 1:
         cause = "The other workers have checkpoints, and the one that joins has none"
         raise UserError("A worker cannot take part", cause, "Call andon.load before `for step in model.steps(…)`")

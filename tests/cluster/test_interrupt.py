@@ -15,7 +15,7 @@ import pytest
 
 from andon.checkpoint.disk.listing import checkpoint_path
 from andon.checkpoint.disk.manifest import verify
-from andon.transport.base import TRANSPORTS
+from andon.transport.registry import TRANSPORTS
 from tests.kit.runs import (
     SMALL,
     ctrl_c,

@@ -82,7 +82,11 @@ def test_wandb_reads_each_step_once_offline(run: Path, monkeypatch: pytest.Monke
     assert losses == LAST
 
 
-def test_an_unknown_format_and_a_folder_without_a_run_are_errors(run: Path) -> None:
-    for arguments in (["export", str(run), "--to", "excel"], ["export", str(run.parent)]):
+def test_an_unknown_format_a_folder_without_a_run_and_an_upload_of_csv_are_errors(run: Path) -> None:
+    for arguments in (
+        ["export", str(run), "--to", "excel"],
+        ["export", str(run.parent)],
+        ["export", str(run), "--online"],
+    ):
         code, output = andon(*arguments, cwd=run.parent)
         assert code == 1 and len(output.splitlines()) == 3

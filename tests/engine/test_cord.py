@@ -14,7 +14,8 @@ from andon.engine.gradients.order import make_order
 from andon.errors import UserError
 from andon.integrity.faults import parse
 from andon.integrity.halt import JidokaHalt
-from andon.transport.base import TRANSPORTS, Group
+from andon.transport.base import Group
+from andon.transport.registry import TRANSPORTS
 from tests.kit.group_harness import World, worlds
 from tests.kit.training import digest, make_trainer, small_config, small_tokens
 

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from andon.transport.base import TRANSPORTS, Group, GroupError, Settings, open_group
+from andon.transport.base import Group, GroupError, Settings
 from andon.transport.keys import SERVER, LinkKeys
+from andon.transport.registry import TRANSPORTS, open_group
 from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous
 from tests import ROOT

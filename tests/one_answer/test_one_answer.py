@@ -17,7 +17,8 @@ from andon.engine.trainer import Trainer
 from andon.engine.verdict import Totals
 from andon.model.llama import Llama
 from andon.optim import schedules
-from andon.transport.base import TRANSPORTS, Group
+from andon.transport.base import Group
+from andon.transport.registry import TRANSPORTS
 from tests.kit.group_harness import World, worlds
 from tests.kit.training import make_trainer, small_config, small_tokens, train_digest
 

@@ -18,8 +18,9 @@ from andon.model.llama import Llama
 from andon.optim.shard_map import Policy
 from andon.optim.sharding import Ownership, Zero
 from andon.run.plan import make_plan
-from andon.transport.base import TRANSPORTS, Group, PeerLost
+from andon.transport.base import Group, PeerLost
 from andon.transport.local import LocalGroup
+from andon.transport.registry import TRANSPORTS
 from tests.kit.group_harness import World, worlds
 from tests.kit.training import digest, make_trainer, small_config, small_tokens
 

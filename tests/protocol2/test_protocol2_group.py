@@ -22,7 +22,8 @@ from andon.config.load import load
 from andon.errors import UserError
 from andon.protocol2.client import ServerHalted
 from andon.protocol2.group import Protocol2Group
-from andon.transport.base import Group, Settings, open_group
+from andon.transport.base import Group, Settings
+from andon.transport.registry import open_group
 from andon.transport.torch_dist import StoreRendezvous
 from tests import ROOT
 from tests.kit.group_harness import link_keys, start_gradient_server

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from andon.engine.gradients.order import Order, make_order
-from andon.transport.base import TRANSPORTS, Group, GroupError
+from andon.transport.base import Group, GroupError
+from andon.transport.registry import TRANSPORTS
 from andon.transport.rows import Wire
 from tests.kit.group_harness import SIZES, World, busy, reach_barrier, world, worlds
 

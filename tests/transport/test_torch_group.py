@@ -11,7 +11,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from andon.engine.gradients.order import make_order
 from andon.errors import UserError
-from andon.transport.base import Group, GroupTimeout, PeerLost, Settings, open_group
+from andon.transport.base import Group, GroupTimeout, PeerLost, Settings
+from andon.transport.registry import open_group
 from andon.transport.torch_dist import StoreRendezvous, TorchGroup
 from tests.kit.group_harness import World
 

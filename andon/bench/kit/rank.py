@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from andon.transport.base import Group, open_group
+from andon.transport.base import Group
+from andon.transport.registry import open_group
 from andon.transport.torch_dist import StoreRendezvous
 
 TIMEOUT = 120.0  # seconds

@@ -6,8 +6,9 @@ from contextlib import suppress
 from andon.errors import UserError
 from andon.protocol2.server import GradientServer
 from andon.protocol2.wire.dialogue import Dialogue
-from andon.transport.base import TRANSPORTS, GroupError, Transport
+from andon.transport.base import GroupError
 from andon.transport.keys import SERVER, LinkKeys
+from andon.transport.registry import TRANSPORTS, Transport
 from andon.transport.tcp.star_server import StarServer
 
 JOIN_SECONDS = 60.0

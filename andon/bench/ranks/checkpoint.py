@@ -25,7 +25,7 @@ from andon.checkpoint.disk.format import CHUNK_BYTES
 from andon.integrity.fingerprint import as_bytes
 from andon.model.shape import SHAPES
 from andon.optim.sharding import Zero
-from andon.transport.base import fastest_here, open_group
+from andon.transport.registry import fastest_here, open_group
 
 PLAIN_STEPS = 3
 MOST_STEPS = 40  # while a save is written; then the loop waits for its end, which would count as stall

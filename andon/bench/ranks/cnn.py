@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from andon.bench.kit.rank import join, open_gloo, take_turns
 from andon.engine.optimizer import AdamW
 from andon.engine.parallel import DataParallel
-from andon.transport.base import Group, open_group
+from andon.transport.base import Group
+from andon.transport.registry import open_group
 
 WARM_UP = 5  # turns
 LR = 3e-3

@@ -22,7 +22,8 @@ from andon.finetune.model import build_model
 from andon.finetune.samples.sample_set import SampleBatches, SampleSet
 from andon.finetune.samples.tokenize import prepare_samples
 from andon.run.records.events import no_event
-from andon.transport.base import Group, open_group
+from andon.transport.base import Group
+from andon.transport.registry import open_group
 
 
 class InOrder(Dataset[dict[str, list[int]]]):

@@ -18,7 +18,8 @@ from andon.cluster.star_process import star_process
 from andon.control.token import Credentials
 from andon.model.shape import SHAPES
 from andon.optim.sharding import Zero
-from andon.transport.base import TRANSPORTS, Group, Settings, open_group
+from andon.transport.base import Group, Settings
+from andon.transport.registry import TRANSPORTS, open_group
 from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous
 

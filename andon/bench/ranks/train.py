@@ -23,7 +23,8 @@ from andon.engine.trainer import StepSettings, Trainer
 from andon.model.llama import Llama
 from andon.model.shape import SHAPES, Shape
 from andon.optim.sharding import Zero
-from andon.transport.base import Group, open_group
+from andon.transport.base import Group
+from andon.transport.registry import open_group
 
 LR = 1e-4
 ENDLESS = 1 << 60

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from andon.bench.kit.rank import join
-from andon.transport.base import Group, Settings, open_group
+from andon.transport.base import Group, Settings
 from andon.transport.keys import LinkKeys
+from andon.transport.registry import open_group
 from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous
 

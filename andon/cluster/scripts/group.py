@@ -10,9 +10,10 @@ from typing import Any
 from andon.control.worker.client import CoordinatorClient
 from andon.engine.membership import Membership
 from andon.run.script import enter_generation, leave_generation
-from andon.transport.base import SOMEONE, Group, GroupError, Settings, fastest_here, open_group
+from andon.transport.base import SOMEONE, Group, GroupError, Settings
 from andon.transport.changing import ChangingGroup
 from andon.transport.local import LocalGroup
+from andon.transport.registry import fastest_here, open_group
 
 
 class ScriptWorker:

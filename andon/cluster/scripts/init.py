@@ -19,8 +19,9 @@ from andon.cluster.session import make_torch_deterministic
 from andon.cluster.signals import save_on_signal
 from andon.integrity.probe import compare_probes, take_probe
 from andon.numerics import Numerics, choose_kernels
-from andon.transport.base import Group, Settings, fastest_here, open_group
+from andon.transport.base import Group, Settings
 from andon.transport.local import LocalGroup
+from andon.transport.registry import fastest_here, open_group
 from andon.transport.rows import Wire
 from andon.transport.torch_dist import StoreRendezvous, TorchGroup
 

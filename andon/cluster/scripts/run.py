@@ -30,7 +30,8 @@ from andon.run.records.events import Event
 from andon.run.records.ledger import Ledger
 from andon.run.screen.display import show_error
 from andon.run.screen.terminal import Terminal
-from andon.transport.base import TRANSPORTS, GroupError, PeerLost, fastest_here
+from andon.transport.base import GroupError, PeerLost
+from andon.transport.registry import TRANSPORTS, fastest_here
 
 ADDRESS = "ANDON_COORDINATOR"
 RANK = "ANDON_RANK"

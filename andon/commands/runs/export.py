@@ -130,6 +130,8 @@ def export(folder: Path, kind: str, output: Path | None, online: bool, console: 
     writers = {"csv": to_csv, "tensorboard": to_tensorboard, "wandb": partial(to_wandb, online=online)}
     if kind not in writers:
         raise UserError(f"There is no format {kind!r}", f"Formats: {', '.join(writers)}", "Choose one of these")
+    if online and kind != "wandb":
+        raise UserError(f"--online does not go with {kind}", "Only wandb uploads a run", "Use --to wandb")
     began = time.monotonic()
     try:
         place = writers[kind](folder, output)

@@ -19,7 +19,7 @@ from andon.board.text import plain
 from andon.commands.runs.plot import draw_png, draw_text
 from andon.errors import UserError
 from andon.run.records.folder import read_mark
-from andon.run.screen.terminal import human_count
+from andon.run.screen.terminal import human_age, human_count
 
 
 def named_runs(folders: list[Path]) -> list[Path]:
@@ -83,16 +83,9 @@ def status(folders: list[Path], as_json: bool, console: Console) -> None:
         loss = f"{row['loss']:.4f}" if isinstance(row["loss"], float) else "–"
         speed = human_count(row["tokens_per_s"]) if isinstance(row["tokens_per_s"], float) else "–"
         state = f"[{styles.get(row['state'], 'none')}]{row['state']}[/]" + (f" ({row['pid']})" if row["pid"] else "")
-        table.add_row(escape(row["run"]), state, f"{row['step']:,}{of}", loss, speed, _ago(row["last_event"]))
+        age = f"{human_age(time.time() - row['last_event'])} ago"
+        table.add_row(escape(row["run"]), state, f"{row['step']:,}{of}", loss, speed, age)
     console.print(table)
-
-
-def _ago(moment: float) -> str:
-    seconds = max(0, round(time.time() - moment))
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds // size} {unit} ago"
-    return f"{seconds} s ago"
 
 
 def stop(run: Path, wait: float, console: Console) -> None:

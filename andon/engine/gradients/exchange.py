@@ -22,7 +22,7 @@ from andon.engine.gradients.order import Merges
 from andon.engine.membership import Membership
 from andon.integrity.finite import GradientSums, blame_after_reduce, is_finite
 from andon.optim.sharding import Ownership
-from andon.transport.base import TRANSPORTS
+from andon.transport.registry import TRANSPORTS
 from andon.transport.rows import round_as
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from andon.config.load import load_run
 from andon.errors import UserError
 from andon.files import write_whole
-from andon.transport.base import TRANSPORTS
+from andon.transport.registry import TRANSPORTS
 
 FILE = "workers"
 

@@ -70,6 +70,15 @@ def human_bytes(count: float) -> str:
     return _human(count, (" B", " KB", " MB", " GB", " TB"))
 
 
+def human_age(seconds: float) -> str:
+    """A time span in its largest whole unit."""
+    seconds = max(0.0, seconds)
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def human_count(count: float) -> str:
     """A count with a unit."""
     return _human(count, ("", "K", "M", "B", "T"))
