@@ -142,14 +142,14 @@ def coordinator(
     Takes the same options as `andon train`. Each of the --workers N is started with `andon worker HOST`, and must know
     the run's token: the file `token` in the run's folder, or ANDON_TOKEN.
     """
-    from andon.cluster.launch import Door, serve
+    from andon.cluster.launch import Listener, serve
 
     config = run_configuration(arguments)
     host, port = parse_address(bind) if bind else ("", None)
     tls = tls_of(tls_cert, tls_key, tls_ca)
     if tls:
         tls.check_accepts()
-    sys.exit(serve(config, resume, Door(host, port, tls), terminal(lasting=True)))
+    sys.exit(serve(config, resume, Listener(host, port, tls), terminal(lasting=True)))
 
 
 @app.command(epilog=EXIT_CODES)

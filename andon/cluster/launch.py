@@ -69,7 +69,7 @@ def train_demo(overrides: Mapping[str, Any], resume: str, console: Console) -> i
 
 
 @dataclass(frozen=True)
-class Door:
+class Listener:
     """Where a coordinator listens for workers that are started separately."""
 
     host: str
@@ -79,11 +79,11 @@ class Door:
     tls: Tls | None = None
 
 
-def serve(config: RunSettings, resume: str, door: Door, console: Console) -> int:
+def serve(config: RunSettings, resume: str, listener: Listener, console: Console) -> int:
     """`andon coordinator`: wait for workers that are started separately; returns the exit code."""
     config = resolve_steps(absolute(config).with_transport("star"), console)
     with run_folder(config, resume, console) as (folder, checkpoint):
-        return _coordinate(config, folder, checkpoint, console, door)
+        return _coordinate(config, folder, checkpoint, console, listener)
 
 
 def join_run(address: tuple[str, int], access: Access) -> int:
@@ -140,9 +140,9 @@ def recording(config: RunSettings, folder: RunFolder, console: Console) -> Itera
 
 
 def _coordinate(
-    config: RunSettings, folder: RunFolder, checkpoint: Path | None, console: Console, door: Door | None = None
+    config: RunSettings, folder: RunFolder, checkpoint: Path | None, console: Console, listener: Listener | None = None
 ) -> int:
-    """Coordinate a run: start its workers here, or wait at a door for those that are started separately."""
+    """Coordinate a run: start its workers here, or wait for those that are started separately."""
     logs = config.run.dir / "logs"
     workers: Workers | None = None
     seen: set[str] = set()  # kinds of events
@@ -155,10 +155,10 @@ def _coordinate(
         seen.add(event["event"])
         emit(event)
 
-    token = token_of_run(folder.folder) if door else new_token()
-    credentials = Credentials(token, door.tls if door else None)
+    token = token_of_run(folder.folder) if listener else new_token()
+    credentials = Credentials(token, listener.tls if listener else None)
     with contextlib.ExitStack() as stack:
-        begin = None if door else _starter(config, token, logs, stack)  # imports torch in the background
+        begin = None if listener else _starter(config, token, logs, stack)  # imports torch in the background
         data = prepare(config, console)
         show_data(console, config, data)
         if config.run.board and console.is_terminal:
@@ -167,7 +167,7 @@ def _coordinate(
         goes_on = _goes_on(config, folder, checkpoint, stack)
         transport = TRANSPORTS[config.group.transport]
         if transport.needs_server:
-            host = door.host if door else LOOPBACK
+            host = listener.host if listener else LOOPBACK
             star = stack.enter_context(contextlib.closing(StarProcess(host, config.group.timeout, credentials)))
             goes_on = replace(goes_on, server=star.serve)
         job = {
@@ -179,11 +179,11 @@ def _coordinate(
             "log": str(logs),
         }
         bind = partial(Coordinator, job, config.workers, on_event, credentials, goes_on=goes_on)
-        coordinator = stack.enter_context(contextlib.closing(_listen(bind, door or Door(LOOPBACK, 0), emit)))
+        coordinator = stack.enter_context(contextlib.closing(_listen(bind, listener or Listener(LOOPBACK, 0), emit)))
         if begin is None:
-            assert door
+            assert listener
             save_on_signal(save, signal.default_int_handler)
-            _invite(config, coordinator, door.tls, console)
+            _invite(config, coordinator, listener.tls, console)
             code = coordinator.wait()
         else:
 
@@ -251,18 +251,18 @@ def _goes_on(config: RunSettings, folder: RunFolder, checkpoint: Path | None, st
     return GoesOn(config.min_workers, config.group.timeout, ledger, reported_step=reported, possible=possible)
 
 
-def _listen(bind: Callable[[tuple[str, int]], Coordinator], door: Door, emit: Emit) -> Coordinator:
-    """Open a coordinator at a door."""
+def _listen(bind: Callable[[tuple[str, int]], Coordinator], listener: Listener, emit: Emit) -> Coordinator:
+    """Open a coordinator at an address; without a port at the usual one, or at a free one."""
     try:
         try:
-            return bind((door.host, PORT if door.port is None else door.port))
+            return bind((listener.host, PORT if listener.port is None else listener.port))
         except OSError as error:
-            if door.port is not None or error.errno != errno.EADDRINUSE:
+            if listener.port is not None or error.errno != errno.EADDRINUSE:
                 raise
             emit(event("note", text=f"Port {PORT} is taken: give the workers the port below"))
-            return bind((door.host, 0))
+            return bind((listener.host, 0))
     except OSError as error:
-        what = f"The coordinator cannot listen at {address_text(door.host, door.port or PORT)}"
+        what = f"The coordinator cannot listen at {address_text(listener.host, listener.port or PORT)}"
         remedy = "Choose another --bind: an address of this machine, and port 0 for a free one"
         reason = str(error.strerror or error).partition(" (")[0]  # Python appends the address
         raise UserError(what, reason, remedy) from None

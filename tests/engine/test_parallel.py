@@ -1,4 +1,4 @@
-"""The Python door: Hugging Face's GPT-2 and Llama and a LoRA model train alike on any number of ranks."""
+"""The Python interface: Hugging Face's GPT-2 and Llama and a LoRA model train alike on any number of ranks."""
 
 from __future__ import annotations
 
