@@ -1,4 +1,4 @@
-"""Who may see the board: on loopback every user of this machine, elsewhere those who know the run's token.
+"""Who may see the board: on 127.0.0.1 and ::1 every user of this machine, elsewhere those who know the run's token.
 
 Pages of other sites cannot read the board. On loopback the name in `Host` must be one of this machine's, which stops
 DNS rebinding; elsewhere the cookie is never sent across sites. The token is typed into a form, or sent as

@@ -1,12 +1,14 @@
 """Serves the board: in `andon board`, and in the background process of a run on a terminal."""
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from andon.errors import UserError
@@ -40,18 +42,22 @@ def serve(folders: list[Path], listener: socket.socket, token: str | None, tls: 
 
 def listen(host: str, port: int | None) -> socket.socket:
     """Listen at an address; without a port at the default port, or at a free one if that is taken."""
-    if port is None:
-        with contextlib.suppress(UserError):
-            return listen(host, PORT)
-        return listen(host, 0)
+    wanted = PORT if port is None else port
     try:
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         # Connections queue here until the server is ready.
-        return socket.create_server((host, port), family=family, backlog=64, dualstack_ipv6=family == socket.AF_INET6)
+        open_at = partial(socket.create_server, family=family, backlog=64, dualstack_ipv6=both)
+        try:
+            return open_at((host, wanted))
+        except OSError as error:
+            if port is not None or error.errno != errno.EADDRINUSE:
+                raise
+            return open_at((host, 0))
     except OSError as error:
         cause = str(error.strerror or error).partition(" (")[0]
         remedy = "Choose another --bind: an address of this machine, and port 0 for a free one"
-        raise UserError(f"The board cannot listen at {address_text(host, port)}", cause, remedy) from None
+        raise UserError(f"The board cannot listen at {address_text(host, wanted)}", cause, remedy) from None
 
 
 @contextlib.contextmanager

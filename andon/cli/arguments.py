@@ -100,7 +100,7 @@ def launch(config: RunSettings, resume: str) -> int:
 
 
 def use_kernels(numerics: Numerics = "portable") -> None:
-    """Choose portable or native kernels, before torch is loaded."""
+    """Choose the CPU kernels, before torch is loaded."""
     from andon.numerics import choose_kernels
 
     if warning := choose_kernels(numerics):

@@ -54,15 +54,18 @@ def main() -> None:
         from andon.run.screen.display import show_error
         from andon.run.screen.terminal import discard
 
-        if isinstance(error, GroupError):
-            error = UserError(str(error), error.cause, error.remedy or "The same command resumes")
-        elif isinstance(error, OSError):
+        shown = error if isinstance(error, UserError) else _as_user_error(error)
+        show_error(terminal(stderr=True), shown)
+        if isinstance(error, OSError):
             discard(sys.stdout)
-            cause = f"{error.filename or 'A file, the output or a connection'} cannot be used"
-            remedy = "Correct that and run the same command again"
-            error = UserError(f"andon stopped: {error.strerror or error}", cause, remedy)
-        show_error(terminal(stderr=True), error)
         sys.exit(1)
+
+
+def _as_user_error(error: GroupError | OSError) -> UserError:
+    if isinstance(error, GroupError):
+        return UserError(str(error), error.cause, error.remedy or "The same command resumes")
+    cause = f"{error.filename or 'A file, the output or a connection'} cannot be used"
+    return UserError(f"andon stopped: {error.strerror or error}", cause, "Correct that and run the same command again")
 
 
 @app.callback(invoke_without_command=True)

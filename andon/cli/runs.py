@@ -24,7 +24,9 @@ def generate(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a run, an adapter or a model folder.")],
     prompt: Annotated[str, typer.Argument(help="Text that the model continues.")] = "",
     count: Annotated[int, typer.Option(min=1, help="Number of texts to write.")] = 1,
-    length: Annotated[int, typer.Option(min=0, help="Maximum tokens per text; 0: up to the model's context.")] = 0,
+    length: Annotated[
+        int, typer.Option(min=0, help="Maximum tokens per text; 0: the context, or 256 for a Hugging Face model.")
+    ] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, help="Temperature; 0: always the likeliest token.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")] = 0,
 ) -> None:

@@ -184,7 +184,8 @@ class GroupConfig(Section):
     transport: TransportName = "auto"
     """How workers exchange gradients; `auto` takes the fastest transport that is available."""
     wire: Literal["f32", "bf16"] = "f32"
-    """Number format of gradients on the wire; `bf16` halves the bytes and rounds, so the final weights differ."""
+    """Number format of gradients between workers; `bf16` rounds them, so the final weights differ, and halves the bytes
+    over `ring`, `star` and `torch`."""
     server: str = ""
     """HOST:PORT of the gradient server that the workers join; only for the transport `protocol2`."""
     timeout: Seconds = 60.0

@@ -75,9 +75,10 @@ class Trainer:
     def train_step(self) -> Totals:
         """One step: slots, exchange, verdict, update, and a save where one is due."""
         step, model = self.progress.step + 1, self.model
-        self._samples.mine = [checksum(self.batches.windows(step, slot)) for slot in model.membership.slots]
+        self._samples.mine = []
         for slot in model.slots:
             x, y, count = self.batch(step, slot)
+            self._samples.mine.append(checksum(self.batches.windows(step, slot)))
             with model.phases("forward"):
                 loss = self.loss(x, y)
             self._prepare_next_batch(step, slot)

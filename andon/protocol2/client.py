@@ -46,7 +46,7 @@ class WorkerClient:
         mover: Callable[[socket], Move] | None = None,
     ) -> None:
         """Join the server at `address`, and wait for it as long as it lives. An Andon server and its workers send
-        heartbeats every `heartbeat` seconds; it counts as dead after `dead_after` seconds of silence."""
+        heartbeats every `heartbeat` seconds (0: none); it counts as dead after `dead_after` seconds of silence."""
         self.lost: dict[int, str] = {}
         """Workers that an Andon server has reported as lost, and why; means are over the others."""
         self.piece_floats = 0
@@ -68,7 +68,8 @@ class WorkerClient:
         self._heartbeats = threading.Thread(target=self._send_heartbeats, args=(heartbeat,), name=name, daemon=True)
         if self.piece_floats:
             self._link.patience = dead_after
-            self._heartbeats.start()
+            if heartbeat:
+                self._heartbeats.start()
 
     def receive_assignment(self) -> messages.ShardAssignment | None:
         """Receive the samples of the next step, or None when the server has ended the session."""

@@ -16,6 +16,14 @@ MUTANTS = [
         "AVX2",
         ("one_answer/test_numerics.py::test_compatible_kernels_give_the_digests_of_amd_and_intel",),
     ),
+    Mutant(
+        "late-kernels-unnoticed",
+        "Kernels of MKL that were chosen before are not noticed.",
+        "numerics.py",
+        ' and _products_are_fused() == (numerics == "portable")',
+        "",
+        ("one_answer/test_numerics.py::test_kernels_that_were_chosen_too_late_are_noticed",),
+    ),
     # engine/gradients/order
     Mutant(
         "tree-in-halves",

@@ -17,7 +17,7 @@ import yaml
 
 from andon.engine.gradients.exchange import sum_in_halves
 from andon.integrity.probe import OPERATIONS, differing, take_probe
-from andon.numerics import AVX2, has_avx2, kernels
+from andon.numerics import AVX2, Numerics, has_avx2, kernels
 from andon.transport.base import Group
 from tests.kit.group_harness import World
 from tests.kit.runs import SMALL, andon, environment, events, summary, train
@@ -68,6 +68,28 @@ def test_compatible_kernels_give_the_digests_of_amd_and_intel(tmp_path: Path) ->
     found = probe_in(native(tmp_path) | dict(kernels("compatible")))
     assert {name: found[name] for name in COMPATIBLE} == COMPATIBLE
     assert "the matrix product" in differing(found, portable_probe(1))
+
+
+CHOOSE = "import torch; from andon.numerics import choose_kernels; {before}; print(choose_kernels('{numerics}'))"
+
+
+@pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
+@pytest.mark.parametrize(
+    ("first", "before", "numerics", "warns"),
+    [
+        ("portable", "torch.ones(9, 9) @ torch.ones(9, 9)", "portable", False),
+        ("portable", "pass", "compatible", False),
+        ("portable", "torch.ones(9, 9) @ torch.ones(9, 9)", "compatible", True),
+        ("compatible", "torch.ones(9, 9) @ torch.ones(9, 9)", "portable", True),
+    ],
+)
+def test_kernels_that_were_chosen_too_late_are_noticed(
+    first: Numerics, before: str, numerics: Numerics, warns: bool, tmp_path: Path
+) -> None:
+    code = CHOOSE.format(before=before, numerics=numerics)
+    environ = native(tmp_path) | dict(kernels(first))
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and ("already uses other kernels" in done.stdout) == warns, done.stdout + done.stderr
 
 
 @needs_avx512

@@ -367,7 +367,7 @@ def test_only_a_worker_of_ours_is_given_up_for_its_silence() -> None:
     with GradientServer(dead_after=0.4, heartbeat=0.1, on_lost=lost.append) as server, ThreadPoolExecutor(2) as pool:
         joining = pool.submit(server.wait_for_workers, 3, SECONDS)
         plain = PlainWorker(server.address)
-        silent = WorkerClient(server.address, JoinRequest("silent", 0, "cpu"), heartbeat=1000.0)
+        silent = WorkerClient(server.address, JoinRequest("silent", 0, "cpu"), heartbeat=0.0)
         beating = WorkerClient(server.address, JoinRequest("beating", 0, "cpu"), heartbeat=0.1)
         joining.result(SECONDS)
         collecting = pool.submit(server.collect, Dialogue())

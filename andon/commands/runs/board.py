@@ -14,7 +14,7 @@ from andon.transport.address import address_text
 
 
 def board(folders: list[Path], address: tuple[str, int | None], tls: tuple[str, str] | None, console: Console) -> None:
-    """Serve the board of some runs. Viewers from other machines need the token of the first run."""
+    """Serve the board of some runs. At an address other than loopback, viewers need the token of the first run."""
     runs = named_runs(folders)
     host, port = address
     token, where = None, ""
