@@ -72,11 +72,13 @@ class PipelineBuffers:
 
     def add_up(self, window: int, size: int, adds: Sequence[tuple[int, int]], kind: str) -> None:
         """Add the leaves of a piece in the one order; the sum ends in the first leaf."""
-        floats, rounded = self._floats[window, :, :size], self._rounded[window, :, :size]
-        for into, other in adds:
-            if kind == "float32":
+        if kind == "float32":
+            floats = self._floats[window, :, :size]
+            for into, other in adds:
                 add(floats[into], floats[other])
-            else:
+        else:
+            rounded = self._rounded[window, :, :size]
+            for into, other in adds:
                 add_bf16(rounded[into], rounded[other])
 
 
