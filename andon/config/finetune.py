@@ -8,6 +8,7 @@ from pydantic import model_validator as validator
 
 from andon.config.schema import RunSettings
 from andon.config.sections import DataBase, EvalBase, Section, TrainBase
+from andon.engine.gradients.order import MOST_SLOTS
 from andon.model.shape import LARGEST
 
 ADAPTER_LR, WHOLE_LR = 2e-4, 2e-5
@@ -38,7 +39,7 @@ class TuneConfig(TrainBase):
     """Number of optimizer steps of the whole run; 0: `train.epochs` decides."""
     epochs: float = Field(3.0, gt=0, le=10**6)
     """Number of passes over the training samples, if `train.steps` is 0."""
-    slots: int = Field(4, gt=0, le=1 << 16)
+    slots: int = Field(4, gt=0, le=MOST_SLOTS)
     """Number of micro-batches (slots) per step. Workers share them, so the batch does not depend on their number."""
     micro_batch: int = Field(4, gt=0, le=1 << 16)
     """Samples per micro-batch."""

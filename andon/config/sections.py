@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 from pydantic import model_validator as validator
 
+from andon.engine.gradients.order import MOST_SLOTS
 from andon.errors import UserError
 from andon.model.shape import CHEAP, LARGEST, Shape
 from andon.transport.address import parse_address
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 else:
     TransportName = Literal["auto", *TRANSPORTS]
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
-MOST_SLOTS = 1 << 16
 
 
 class Section(BaseModel):

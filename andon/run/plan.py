@@ -17,8 +17,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from andon.config.load import merge, validate
 from andon.config.schema import Config, RunSettings
-from andon.config.sections import MOST_SLOTS
-from andon.engine.gradients.order import make_order
+from andon.engine.gradients.order import MOST_SLOTS, make_order
 from andon.model.shape import CHEAP, LOGITS_BYTES, Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.registry import TRANSPORTS, Traffic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from andon.engine.gradients.order import Order, cover, make_order, middle, order_of_ranges, shares
+from andon.engine.gradients.order import MOST_SLOTS, Order, cover, make_order, middle, order_of_ranges, shares
 
 RNG = np.random.default_rng(7)
 VALUES = (RNG.standard_normal(64) * 10.0 ** RNG.integers(-6, 6, 64)).astype(np.float32)
@@ -99,6 +99,8 @@ def test_shares_are_complete_and_within_one_grain() -> None:
 def test_more_workers_than_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="5 workers cannot share 4 slots"):
         make_order(4, 5)
+    with pytest.raises(ValueError, match="65537 slots are more than 65536"):
+        make_order(MOST_SLOTS + 1, 5)
 
 
 class Term:

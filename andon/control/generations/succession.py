@@ -17,13 +17,13 @@ from andon.control.link import Message
 from andon.control.members import Phase, Place, Worker, seats
 from andon.control.store import Topics
 from andon.control.token import Credentials
+from andon.engine.gradients.order import MOST_SLOTS
 from andon.run.records.events import Emit, Event, event
 from andon.run.records.ledger import Ledger, check_record
 from andon.transport.base import ProtocolError
 
 MAX_WITHOUT_PROGRESS: Final = 20
 """The run ends after this number of generations in a row without a committed step."""
-MOST_SLOTS: Final = 1 << 16
 RETURN_SECONDS: Final = 5.0
 """How long the other members of a generation get to come back to a restarted coordinator after the first one has."""
 

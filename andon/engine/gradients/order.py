@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+MOST_SLOTS: Final = 1 << 16
+"""Of a step."""
 Node = tuple[int, int]
 Merges = tuple[tuple[int, int], ...]
 """(a, b): row b is added into row a."""
@@ -101,6 +103,8 @@ def make_order(slots: int, world_size: int) -> Order:
     """The order of a step with `slots` slots on `world_size` ranks, each with a contiguous share of them."""
     if not 1 <= world_size <= slots:
         raise ValueError(f"{world_size} workers cannot share {slots} slots: each needs at least one")
+    if slots > MOST_SLOTS:
+        raise ValueError(f"{slots} slots are more than {MOST_SLOTS}")
     return order_of_ranges(slots, tuple(shares(slots, world_size)))
 
 

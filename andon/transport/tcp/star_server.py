@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import closing, suppress
 from typing import Final, Literal
 
-from andon.engine.gradients.order import order_of_ranges
+from andon.engine.gradients.order import MOST_SLOTS, order_of_ranges
 from andon.transport.base import ProtocolError
 from andon.transport.keys import LinkKeys
 from andon.transport.rows import are_bounds
@@ -23,7 +23,6 @@ from andon.transport.tcp.star_pipeline import Pipeline, PipelineBuffers
 from andon.transport.tcp.stream import MessageReader, read_frame
 
 MAX_ANNOUNCEMENT_BYTES: Final = 1 << 20
-MAX_SLOTS: Final = 1 << 16
 MAX_ELEMENTS: Final = 1 << 35
 """Of one operation: more than any model here has parameters, and few enough to keep a list of their pieces."""
 KINDS: Final = {"all-reduce": ("float32", "bf16"), "reduce-scatter": ("float32", "bf16"), "all-gather": ("uint8",)}
@@ -130,7 +129,7 @@ def checked_operation(payload: bytes, world_size: int) -> Operation:
     parts = 1 if operation.name == "all-reduce" else world_size
     if not are_bounds(operation.bounds, operation.count, parts):
         raise ProtocolError("its bounds do not cut its elements into parts")
-    shared_out = 1 <= operation.slots <= MAX_SLOTS and are_bounds(operation.shares, operation.slots, world_size)
+    shared_out = 1 <= operation.slots <= MOST_SLOTS and are_bounds(operation.shares, operation.slots, world_size)
     if operation.name != "all-gather" and not shared_out:
         raise ProtocolError("its shares do not cut its slots into parts")
     return operation
