@@ -40,7 +40,7 @@ class Loop(ABC):
         self._emit, self._ledger = emit, ledger
         self._started, self._reported = False, 0
         self._start_time = self._step_start_time = time.monotonic()
-        self._tokens = 0
+        self._tokens_before = 0
         trainer.on_step = self._emit_step
 
     @abstractmethod
@@ -122,6 +122,8 @@ class Loop(ABC):
             frozen=self.trainer.model.frozen,
         )
         self.generation_begins()
+        if not self._started:
+            self._tokens_before = progress.tokens
         self._started, self._reported = True, progress.step
 
     def go_on(self, recovery: Recovery, recorded: int, since: float) -> None:
@@ -214,7 +216,6 @@ class Loop(ABC):
 
     def _emit_step(self, totals: Totals) -> None:
         rate = totals.tokens / (time.monotonic() - self._step_start_time)
-        self._tokens += totals.tokens
         phases = self.trainer.model.phases
         more: dict[str, Any] = {f"{name}_ms": round(each, 3) for name, each in phases.milliseconds.items()}
         if phases.of_ranks:
@@ -254,7 +255,7 @@ class Loop(ABC):
                 workers=self.group.world_size,
                 skipped=progress.skipped,
                 seconds=round(seconds, 1),
-                tokens_per_s=round(self._tokens / seconds, 1),
+                tokens_per_s=round((progress.tokens - self._tokens_before) / seconds, 1),
                 peak_memory=max(peaks),
                 **more,
             )

@@ -60,6 +60,8 @@ def test_the_help_tells_the_exit_codes(arguments: list[str]) -> None:
     ("arguments", "complaint"),
     [
         (["train", "--device=cuda", "--preset=40m"], "'40m' is not a preset"),
+        (["train", "--device=cuda", "--ranks=2"], "--ranks has no meaning with --device cuda"),
+        (["train", "--device=cuda", "--tokens=512,4096"], "--tokens 512,4096 is not one number"),
         (["numerics", "--presets=tiny,40m"], "'40m' is not a preset"),
         (["cnn", "--images=0"], "--images 0 is not a list of numbers"),
     ],
@@ -154,6 +156,9 @@ def test_a_branch_of_an_older_checkpoint_needs_a_folder_of_its_own(tmp_path: Pat
     assert (
         branch.keys() - took == {key for key, value in summary(tmp_path / "run").items() if branch[key] == value} - took
     )
+    seconds, own_tokens = branch["seconds"], branch["tokens"] / 2  # seconds are rounded to one digit
+    least, most = ((seconds + error) * branch["tokens_per_s"] for error in (-0.051, 0.051))
+    assert least <= own_tokens <= most, branch
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:  # F-DP-004

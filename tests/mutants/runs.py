@@ -226,6 +226,14 @@ MUTANTS = [
         ("cluster/test_coordinator.py::test_survivors_go_on_and_another_worker_joins",),
     ),
     Mutant(
+        "speed-before-resume",
+        "The speed in the summary counts the tokens from before a resume.",
+        "run/loop.py",
+        "self._tokens_before = progress.tokens",
+        "self._tokens_before = 0",
+        ("commands/test_bad_input.py::test_a_branch_of_an_older_checkpoint_needs_a_folder_of_its_own",),
+    ),
+    Mutant(
         "forged-results",
         "Every rank may report results.",
         "run/records/events.py",
