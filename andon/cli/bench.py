@@ -53,13 +53,14 @@ def bench_transport(
 
 @bench_app.command("train")
 def bench_train(
+    context: typer.Context,
     preset: Preset = "30m",
     device: Annotated[
         str, typer.Option(help="cpu: against DDP over gloo; cuda: on one GPU, against transformers' Llama.")
     ] = "cpu",
     ranks: Workers = 2,
     tokens: Annotated[
-        str, typer.Option(help="Tokens per worker and step, comma-separated. Default: 64,512,4096; with cuda 32768.")
+        str, typer.Option(help="Tokens per worker and step: 64,512,4096 by default; with cuda one number, 32768.")
     ] = "",
     repetitions: Annotated[int, typer.Option(min=1, help="Steps of each; the median is printed.")] = 9,
     transport: WorkerTransport = "shm",
@@ -70,9 +71,15 @@ def bench_train(
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device} is not cpu or cuda", "It selects what is measured", "--device cuda")
     if device == "cuda":
+        _refuse_given(context, "ranks", "transport", "zero")
         from andon.bench.gpu import main as run_on_gpu
 
-        run_on_gpu(preset, numbers("--tokens", tokens or "32768")[0], repetitions, as_json)
+        count, *more = numbers("--tokens", tokens or "32768")
+        if more:
+            raise UserError(
+                f"--tokens {tokens} is not one number", "--device cuda measures one batch size", "--tokens 32768"
+            )
+        run_on_gpu(preset, count, repetitions, as_json)
         return
     _enter_network(transport)
     from andon.bench.train import main as run
@@ -165,6 +172,15 @@ def bench_goodput(
     from andon.bench.goodput import main as run
 
     run(workers, every, minutes, seed, as_json)
+
+
+def _refuse_given(context: typer.Context, *names: str) -> None:
+    """Refuse options that a benchmark of one worker on one GPU would have to ignore."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source and source.name == "COMMANDLINE":
+            what = f"--{name} has no meaning with --device cuda"
+            raise UserError(what, "It measures one worker on one GPU", f"Leave out --{name}")
 
 
 def _enter_network(transport: str = "", rate: str = "") -> None:

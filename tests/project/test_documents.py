@@ -150,6 +150,7 @@ SUBSTITUTES = {
 APPENDED = {
     "andon bench checkpoint": ["--preset=tiny", "--tokens=16", "--repetitions=1", "--ranks=1"],
     "andon bench train": ["--preset=tiny", "--tokens=16", "--repetitions=1", "--ranks=1"],
+    "andon bench train --device": ["--preset=tiny", "--tokens=512", "--repetitions=1"],
     "andon bench transport": [
         *("--transports=shm,ring:bf16,protocol2", "--ranks=2", "--sizes=64KB", "--repetitions=1", "--json")
     ],
