@@ -20,7 +20,7 @@ from andon.engine.progress import Progress
 from andon.engine.reading import Reading
 from andon.transport.base import Group
 
-PART = struct.Struct("<IdQQ")  # micro-batch, summed loss, right answers, answers
+PART = struct.Struct("<dQQ")  # of a micro-batch: summed loss, right answers, answers
 
 
 def accuracy_fields(correct: int, total: int) -> dict[str, float]:
@@ -79,11 +79,12 @@ class Scorer:
         for number, (x, y) in enumerate(batches):
             if number % group.world_size == group.rank:
                 loss, right = self.score(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
-                mine += PART.pack(number, loss.item(), int(right), int((y != NO_TARGET).sum()))
+                mine += PART.pack(loss.item(), int(right), int((y != NO_TARGET).sum()))
         self.model.train(was_training)
         parts = [part for packed in group.all_gather_bytes(mine) for part in PART.iter_unpack(packed)]
-        total = sum(count for *_, count in parts)
-        return fsum(loss for _, loss, *_ in parts) / max(1, total), sum(part[2] for part in parts), total
+        losses, rights, counts = zip(*parts, strict=True) if parts else ((), (), ())
+        total = sum(counts)
+        return fsum(losses) / max(1, total), sum(rights), total
 
 
 def keeps_logits(model: nn.Module) -> bool:
