@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from andon.board.text import integer, number, rank_named
+from andon.control.stragglers import SLOW
 from andon.run.records.events import Event
 
-SLOW = 1.5  # × the others' median time of forward and backward
 SILENT_SECONDS, SILENT_STEPS = 30.0, 10  # a run without an event for longer than both is silent
 MOST_SPANS, MOST_WORKERS, MOST_SAVES = 64, 4096, 2000
 LAST_SAMPLES = 6

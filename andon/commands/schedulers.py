@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import yaml
 
+from andon.cluster.launch import PORT
 from andon.config.schema import RunSettings
 from andon.files import expand
 
 ATTEMPTS: Final = 20
-PORT: Final = 29411
 SAVE_SECONDS: Final = 120
 """Time to save before the scheduler ends the run."""
 
