@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -33,12 +33,10 @@ from andon.cli.config import config_app
 from andon.cli.finetune import finetune_app
 from andon.cli.runs import runs_app
 from andon.errors import UserError
+from andon.numerics import Numerics
 from andon.transport.address import parse_address
 from andon.transport.base import GroupError
 from andon.version import VERSION
-
-if TYPE_CHECKING:
-    from andon.numerics import Numerics
 
 app = new_app(add_completion=True, help=f"Data-parallel pretraining that stops the line.\n\n{EXIT_CODES}")
 launch_app = new_app(name="launch", help="Print a job script or a manifest for a cluster.")
@@ -118,7 +116,10 @@ def run(
     script: Annotated[Path, typer.Argument(help="A Python script that calls andon.init().")],
     arguments: Annotated[list[str], list_argument(help="Arguments of the script.")],
     workers: Annotated[int, typer.Option(min=1, help="Worker processes on this machine.")] = 1,
-    native: Annotated[bool, typer.Option("--native", help="Use the fastest kernels, not the portable ones.")] = False,
+    numerics: Annotated[
+        Numerics,
+        typer.Option(help="Kernels: portable, compatible (the same bits on AMD and Intel) or native (fastest)."),
+    ] = "portable",
 ) -> None:
     """Run a Python script on several workers of this machine.
 
@@ -127,8 +128,7 @@ def run(
     """
     from andon.cluster.scripts.run import run_script
 
-    kernels: Numerics = "native" if native else "portable"
-    sys.exit(run_script(script, arguments, workers, kernels, terminal(lasting=True)))
+    sys.exit(run_script(script, arguments, workers, numerics, terminal(lasting=True)))
 
 
 @app.command(context_settings=ANY_KEY, epilog=EXIT_CODES)

@@ -200,12 +200,23 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
     assert code == 1 and "could not be written" in output, output
 
 
-@pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="its fastest kernels are portable")
-def test_native_kernels_are_chosen_where_the_launcher_says_so(tmp_path: Path) -> None:
-    text = "import torch, andon\ngroup = andon.init()\nprint(torch.backends.cpu.get_cpu_capability())\ngroup.close()\n"
-    (tmp_path / "show.py").write_text(text)
+@pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="there is one kind of kernels")
+def test_a_script_uses_the_kernels_that_the_launcher_was_given(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(
+        "import torch, andon\n"
+        "group = andon.init()\n"
+        "x = torch.full((16, 2), 1 + 2**-12)\n"
+        "fused = (x @ (x * torch.tensor([-1.0, 1.0])).T).any().item()\n"
+        "print(torch.backends.cpu.get_cpu_capability(), fused)\n"
+        "group.close()\n"
+    )
     environ = {name: value for name, value in environment(tmp_path).items() if name not in AVX2}
-    for options, expected in (([], "AVX2"), (["--native"], "AVX512")):
+    fastest = "AVX512" if "avx512f" in Path("/proc/cpuinfo").read_text() else "AVX2"
+    for numerics, expected in (("", "AVX2 True"), ("compatible", "AVX2 False"), ("native", f"{fastest} True")):
+        options = [f"--numerics={numerics}"] if numerics else []
         command = [sys.executable, "-m", "andon", "run", *options, "show.py"]
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
-        assert done.stdout.split() == [expected], done.stderr
+        assert done.stdout.strip() == expected and "numerics" not in done.stderr, done
+    environ["ANDON_NUMERICS"] = "best"
+    done = subprocess.run([sys.executable, "show.py"], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert "Settings: portable, compatible, native" in done.stderr, done

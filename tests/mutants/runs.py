@@ -234,6 +234,14 @@ MUTANTS = [
         ("commands/test_bad_input.py::test_a_branch_of_an_older_checkpoint_needs_a_folder_of_its_own",),
     ),
     Mutant(
+        "script-without-its-kernels",
+        "A script computes with portable kernels, whatever `andon run` was given.",
+        "cluster/scripts/init.py",
+        'chosen = os.environ.get(NUMERICS, "portable")',
+        'chosen = "portable"',
+        ("cluster/test_script.py::test_a_script_uses_the_kernels_that_the_launcher_was_given",),
+    ),
+    Mutant(
         "forged-results",
         "Every rank may report results.",
         "run/records/events.py",

@@ -17,8 +17,9 @@ from andon.cluster.scripts.group import ScriptWorker
 from andon.cluster.scripts.run import NUMERICS, join_launcher, show_without_traceback
 from andon.cluster.session import make_torch_deterministic
 from andon.cluster.signals import save_on_signal
+from andon.errors import UserError
 from andon.integrity.probe import compare_probes, take_probe
-from andon.numerics import Numerics, choose_kernels
+from andon.numerics import KERNELS, Numerics, choose_kernels
 from andon.transport.base import Group, Settings
 from andon.transport.local import LocalGroup
 from andon.transport.registry import fastest_here, open_group
@@ -42,8 +43,7 @@ def init(
 
     `timeout` is the number of seconds that a rank may make no progress. `numerics` is the setting of `andon run`, or
     portable. `wire` is the type of gradients on the wire. `mixed` allows machines that compute different bits."""
-    default: Numerics = "native" if os.environ.get(NUMERICS) == "native" else "portable"
-    if warning := choose_kernels(numerics or default):
+    if warning := choose_kernels(numerics or _chosen_by_launcher()):
         warnings.warn(warning, RuntimeWarning, stacklevel=2)
     make_torch_deterministic(threads)
     random.seed(seed)
@@ -55,6 +55,15 @@ def init(
         warnings.warn(f"Unequal machines: {found}. Each weight is updated by one of them", RuntimeWarning, stacklevel=2)
     atexit.register(_close_at_exit, group)
     return group
+
+
+def _chosen_by_launcher() -> Numerics:
+    """The numerics of `andon run`, or portable."""
+    chosen = os.environ.get(NUMERICS, "portable")
+    for numerics in KERNELS:
+        if numerics == chosen:
+            return numerics
+    raise UserError(f"{NUMERICS}={chosen} is not a setting", f"Settings: {', '.join(KERNELS)}", f"unset {NUMERICS}")
 
 
 def _open(settings: Settings) -> Group:
