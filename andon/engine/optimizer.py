@@ -54,7 +54,7 @@ class Optimizer(torch.optim.Optimizer):
         self.failure: GroupError | None = None
         """The error of a failed group, until `model.steps` has handled it."""
         self.before_redo: Callable[[], None] = lambda: None
-        """Called when the group has failed in a step, which will be repeated."""
+        """Called when the group has failed in a step before its verdict: it is repeated unless another rank has it."""
         model.optimizer = self
         self.rule = self.rule_type(model.arena, *self._assign_parts())
         self.facts = ""
@@ -86,6 +86,7 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError("step takes no closure: `clip` is the largest norm of the gradient")
         if self.failure:
             raise self.failure
+        before = self.commit.step
         try:
             return self._step(clip)
         except JidokaHalt as halt:
@@ -95,6 +96,8 @@ class Optimizer(torch.optim.Optimizer):
             if not self.goes_on:
                 raise
             self.failure = failure
+            if self.commit.step > before:  # only the gather failed: the step is done, and is not repeated
+                return Totals.of(self.commit.verdict[0])
             self.before_redo()
             return Totals(math.nan, 0, math.nan, committed=False)
 

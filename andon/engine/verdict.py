@@ -39,7 +39,8 @@ class Totals:
     bad_units: tuple[tuple[int, str], ...] = ()
     """(rank, unit) of every contribution that was not finite."""
     committed: bool = True
-    """False: a worker was lost, and `model.steps` gives the step again."""
+    """False: a worker was lost before the verdict. `model.steps` gives the step again unless another rank has committed
+    it."""
 
     @classmethod
     def add_up(cls, reports: Sequence[Report], norm_of_sum: float) -> Totals:

@@ -73,6 +73,8 @@ class ScriptCheckpoints:
         self.is_open = False
         """False until a worker that joins a run is a member of it."""
         self._locked: RunFolder | None = None
+        self.asked_step = 0
+        """The step of the last `andon.save`, counted from 1; the loss of a worker may interrupt that save."""
         self._before_redo: tuple[int, Mapping[str, Any]] | None = None
         """When a step has failed: the last committed step, and the options and schedule at that moment."""
 
@@ -149,8 +151,8 @@ class ScriptCheckpoints:
 
     def save(self, step: int) -> None:
         """Begin to save a step."""
-        optimizer, done = self.optimizer, self.optimizer.progress.step
-        if optimizer.failure:  # a worker was lost: the step will be repeated
+        optimizer, done, self.asked_step = self.optimizer, self.optimizer.progress.step, step + 1
+        if optimizer.failure:  # a worker was lost: the step is repeated, or saved in the next generation
             return
         if step != done - 1:
             raise ValueError(f"step {step} cannot be saved: the last of {done} steps, counted from 0, was {done - 1}")
@@ -222,8 +224,8 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
     scheduler = checkpoints.scheduler if checkpoints else None
     if checkpoints:
         checkpoints.undo()  # before new members copy options and schedule
-    mine = [checkpoints is not None, _schedule(optimizer, scheduler)]
-    has, schedules = zip(*group.all_gather_json(mine), strict=True)
+    mine = [checkpoints is not None, _schedule(optimizer, scheduler), checkpoints.asked_step if checkpoints else 0]
+    has, schedules, asked_steps = zip(*group.all_gather_json(mine), strict=True)
     if len(set(has)) > 1:
         cause = "The other workers have checkpoints, and the one that joins has none"
         raise UserError("A worker cannot take part", cause, "Call andon.load before `for step in model.steps(…)`")
@@ -234,6 +236,8 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
     elif group.rank in recovery.new:
         source = next(rank for rank in range(group.world_size) if rank not in recovery.new)
         _restore(optimizer, scheduler, schedules[source])
+    if checkpoints and optimizer.progress.step in asked_steps:
+        checkpoints.checkpointer.save(optimizer.progress.step)  # unless it is saved already
 
 
 def _go_back(checkpoints: ScriptCheckpoints | None) -> None:

@@ -253,6 +253,55 @@ group.close()
 """
 
 
+DIES = """
+import os
+def die(place, step):
+    if (place, step, group.rank) == FAULT and not os.path.exists("died"):
+        open("died", "w").close()
+        os.kill(os.getpid(), 9)
+model.phases.on_enter = die
+for step in model.steps"""
+
+
+def script_that_dies(folder: Path, place: str, step: int, rank: int) -> None:
+    """Write `SCRIPT` so that a rank kills itself, once, at a place of a step."""
+    folder.mkdir()
+    fault = repr((place, step, rank))
+    (folder / "mine.py").write_text(SCRIPT.replace("\nfor step in model.steps", DIES.replace("FAULT", fault)))
+
+
+def undisturbed_script(folder: Path, steps: int) -> None:
+    """Run `SCRIPT` on one worker."""
+    folder.mkdir()
+    (folder / "mine.py").write_text(SCRIPT)
+    code, output = andon("run", "--workers=1", "mine.py", str(steps), "even", "0", cwd=folder)
+    assert code == 0, output
+
+
+def assert_ended_alike(folder: Path, undisturbed: Path, steps: int) -> None:
+    """Weights, buffers and the saved schedule are those of the undisturbed script."""
+    assert (folder / "digest").read_text() == (undisturbed / "digest").read_text()
+    saved, wanted = (
+        json.loads((each / "mine" / "checkpoints" / f"checkpoint-{steps}" / "state.json").read_text())
+        for each in (folder, undisturbed)
+    )
+    assert saved | {"world_size": 1} == wanted
+
+
+@pytest.mark.parametrize("step", [22, 30])
+def test_a_step_that_is_committed_when_a_worker_dies_counts_for_its_schedule_and_is_saved(
+    tmp_path: Path, step: int
+) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 30)
+    # Rank 1 dies when all know the verdict: the others update, and miss it in the gather. It owns no weight here.
+    script_that_dies(run, "optimizer", step, rank=1)
+    code, output = andon("run", "--workers=3", "mine.py", "30", "even", "0", cwd=run)
+    assert code == 0 and "was lost" in output and (run / "died").exists(), output
+    assert (run / "steps").read_text() == (alone / "steps").read_text(), "no step is repeated"
+    assert_ended_alike(run, alone, 30)
+
+
 @pytest.mark.parametrize(("zero", "victim"), [("off", 0), ("even", 1)])
 def test_a_script_survives_the_loss_of_a_worker(tmp_path: Path, zero: str, victim: int) -> None:
     alone, run = tmp_path / "alone", tmp_path / "run"

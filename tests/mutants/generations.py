@@ -178,4 +178,24 @@ MUTANTS = [
         "self._loop.drop(worker.link)",
         ("membership/test_returns.py::test_another_process_is_refused_and_hears_why_whatever_it_sends",),
     ),
+    Mutant(
+        "committed-step-undone",
+        "The schedule of a script is set back when only the gather of a step has failed.",
+        "engine/optimizer.py",
+        "if self.commit.step > before:",
+        "if self.commit.step < before:",
+        (
+            "membership/test_goes_on.py::test_a_step_that_is_committed_when_a_worker_dies_counts_for_its_schedule_and_is_saved",
+        ),
+    ),
+    Mutant(
+        "interrupted-save-forgotten",
+        "A save of a script that the loss of a worker interrupts is forgotten.",
+        "run/script.py",
+        "if checkpoints and optimizer.progress.step in asked_steps:",
+        "if checkpoints and optimizer.progress.step < 0:",
+        (
+            "membership/test_goes_on.py::test_a_step_that_is_committed_when_a_worker_dies_counts_for_its_schedule_and_is_saved",
+        ),
+    ),
 ]
