@@ -282,7 +282,9 @@ def test_a_coordinator_that_comes_back_finds_its_workers(tmp_path: Path, transpo
         coordinator.send_signal(signal.SIGINT)
         outputs = [end(worker, 30) for worker in workers]
         assert [worker.returncode for worker in workers] == [4, 4], outputs
-        assert "come back" in end(coordinator, 20) and coordinator.returncode == 4
+        end(coordinator, 20)
+        assert coordinator.returncode == 4
+    assert "Workers of generation 0 come back" in [event["text"] for event in events(folder, "note")]
     step = events(folder, "stopped")[-1]["step"]
     assert [event["step"] for event in events(folder, "step")] == list(range(1, step + 1))
     code, said = andon("audit", "run", cwd=tmp_path)
