@@ -73,7 +73,7 @@ class ScriptCheckpoints:
         self.is_open = False
         """False until a worker that joins a run is a member of it."""
         self._locked: RunFolder | None = None
-        self.asked_step = 0
+        self.asked_step = -1
         """The step of the last `andon.save`, counted from 1; the loss of a worker may interrupt that save."""
         self._before_redo: tuple[int, Mapping[str, Any]] | None = None
         """When a step has failed: the last committed step, and the options and schedule at that moment."""
@@ -224,7 +224,7 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
     scheduler = checkpoints.scheduler if checkpoints else None
     if checkpoints:
         checkpoints.undo()  # before new members copy options and schedule
-    mine = [checkpoints is not None, _schedule(optimizer, scheduler), checkpoints.asked_step if checkpoints else 0]
+    mine = [checkpoints is not None, _schedule(optimizer, scheduler), checkpoints.asked_step if checkpoints else -1]
     has, schedules, asked_steps = zip(*group.all_gather_json(mine), strict=True)
     if len(set(has)) > 1:
         cause = "The other workers have checkpoints, and the one that joins has none"

@@ -302,6 +302,13 @@ def test_a_step_that_is_committed_when_a_worker_dies_counts_for_its_schedule_and
     assert_ended_alike(run, alone, 30)
 
 
+def test_a_worker_that_dies_in_the_first_step_makes_no_checkpoint_of_the_first_weights(tmp_path: Path) -> None:
+    script_that_dies(tmp_path / "run", "exchange", 1, rank=1)
+    code, output = andon("run", "--workers=3", "mine.py", "12", "even", "0", cwd=tmp_path / "run")
+    assert code == 0 and "was lost" in output, output
+    assert [path.name for path in (tmp_path / "run" / "mine" / "checkpoints").iterdir()] == ["checkpoint-10"]
+
+
 @pytest.mark.parametrize(("zero", "victim"), [("off", 0), ("even", 1)])
 def test_a_script_survives_the_loss_of_a_worker(tmp_path: Path, zero: str, victim: int) -> None:
     alone, run = tmp_path / "alone", tmp_path / "run"
