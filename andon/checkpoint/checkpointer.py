@@ -59,12 +59,14 @@ class Checkpointer:
     def __init__(self, optimizer: Optimizer, facts: RunFacts, settings: SaveSettings, report: Report) -> None:
         self.optimizer, self.progress, self.facts, self.settings = optimizer, optimizer.progress, facts, settings
         self.report, self.model = report, optimizer.model
+        self.asked = -1
+        """The step for which a save was asked last."""
         self._overdue = -1
         """The step whose save has taken longer than `save` waits for it."""
         self._saver = self._make_saver()
 
     def enter(self) -> None:
-        """Save together with the members of another generation; a save in progress is given up."""
+        """Save together with the members of another generation; a save in progress is given up (see `after_change`)."""
         saved = self._saver.saved
         self._saver.close()
         self._overdue, self._saver = -1, self._make_saver(saved)
@@ -72,7 +74,9 @@ class Checkpointer:
     def _make_saver(self, saved: int = -1) -> Saver:
         """Each rank writes its own files; if some rank does not see the folder, rank 0 writes them all."""
         group, facts, settings = self.model.group, self.facts, self.settings
-        marks, everyone_saved = zip(*group.all_gather_json([facts.folder_mark(), saved]), strict=True)
+        of_ranks = group.all_gather_json([facts.folder_mark(), saved, self.asked])
+        marks, everyone_saved, everyone_asked = zip(*of_ranks, strict=True)
+        self.asked = max(everyone_asked)
         rank_0_writes_all = len(set(marks)) > 1
         self._moments = Moments(self.optimizer, rank_0_writes_all)
         mark = marks[group.rank]
@@ -119,6 +123,12 @@ class Checkpointer:
         if should_save(step, self.settings.every, last):
             self.save(step, wait=last, patience=math.inf if last else PATIENCE_SECONDS)
 
+    def after_change(self) -> None:
+        """In a new generation: save now if a save was interrupted or is due; all ranks call it together."""
+        step = self.progress.step
+        if self._saver.saved < self.asked <= step or should_save(step, self.settings.every, last=False):
+            self.save(step)
+
     def after_halt(self, halt: JidokaHalt) -> None:
         """Save the last committed step; if that fails it is only noted, because the halt matters more."""
         try:
@@ -141,7 +151,7 @@ class Checkpointer:
 
     def save(self, step: int, wait: bool = False, patience: float = math.inf) -> None:
         """Save the current step, in the background or now; it waits `patience` seconds for an earlier save."""
-        saver = self._saver
+        saver, self.asked = self._saver, step
         if not saver.finish(patience if wait or saver.step != self._overdue else 0.0):
             self._overdue = saver.step
             self.report("note", text=f"Step {step} is not saved: the save of step {saver.step} has not ended")

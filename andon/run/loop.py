@@ -148,6 +148,8 @@ class Loop(ABC):
             joined=len(recovery.new),
             lost_state=recovery.lost,
         )
+        if self.trainer.checkpointer:
+            self.trainer.checkpointer.after_change()
 
     def _go_back(self, recovery: Recovery) -> None:
         """A part of the state is lost: all ranks go back to the newest checkpoint, or to the first weights."""

@@ -73,8 +73,6 @@ class ScriptCheckpoints:
         self.is_open = False
         """False until a worker that joins a run is a member of it."""
         self._locked: RunFolder | None = None
-        self.asked_step = -1
-        """The step of the last `andon.save`, counted from 1; the loss of a worker may interrupt that save."""
         self._before_redo: tuple[int, Mapping[str, Any]] | None = None
         """When a step has failed: the last committed step, and the options and schedule at that moment."""
 
@@ -151,7 +149,7 @@ class ScriptCheckpoints:
 
     def save(self, step: int) -> None:
         """Begin to save a step."""
-        optimizer, done, self.asked_step = self.optimizer, self.optimizer.progress.step, step + 1
+        optimizer, done, self.checkpointer.asked = self.optimizer, self.optimizer.progress.step, step + 1
         if optimizer.failure:  # a worker was lost: the step is repeated, or saved in the next generation
             return
         if step != done - 1:
@@ -224,8 +222,8 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
     scheduler = checkpoints.scheduler if checkpoints else None
     if checkpoints:
         checkpoints.undo()  # before new members copy options and schedule
-    mine = [checkpoints is not None, _schedule(optimizer, scheduler), checkpoints.asked_step if checkpoints else -1]
-    has, schedules, asked_steps = zip(*group.all_gather_json(mine), strict=True)
+    mine = [checkpoints is not None, _schedule(optimizer, scheduler)]
+    has, schedules = zip(*group.all_gather_json(mine), strict=True)
     if len(set(has)) > 1:
         cause = "The other workers have checkpoints, and the one that joins has none"
         raise UserError("A worker cannot take part", cause, "Call andon.load before `for step in model.steps(…)`")
@@ -236,8 +234,8 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
     elif group.rank in recovery.new:
         source = next(rank for rank in range(group.world_size) if rank not in recovery.new)
         _restore(optimizer, scheduler, schedules[source])
-    if checkpoints and optimizer.progress.step in asked_steps:
-        checkpoints.checkpointer.save(optimizer.progress.step)  # unless it is saved already
+    if checkpoints:
+        checkpoints.checkpointer.after_change()
 
 
 def _go_back(checkpoints: ScriptCheckpoints | None) -> None:

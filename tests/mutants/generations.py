@@ -191,11 +191,9 @@ MUTANTS = [
     Mutant(
         "interrupted-save-forgotten",
         "A save of a script that the loss of a worker interrupts is forgotten.",
-        "run/script.py",
-        "if checkpoints and optimizer.progress.step in asked_steps:",
-        "if checkpoints and optimizer.progress.step < 0:",
-        (
-            "membership/test_goes_on.py::test_a_step_that_is_committed_when_a_worker_dies_counts_for_its_schedule_and_is_saved",
-        ),
+        "checkpoint/checkpointer.py",
+        "if self._saver.saved < self.asked <= step or",
+        "if self.asked == step or",
+        ("membership/test_goes_on.py::test_a_save_that_the_loss_of_a_worker_interrupts_is_made_afterwards",),
     ),
 ]
