@@ -121,7 +121,7 @@ class Workers:
                 return worst([*codes.values(), *coordinator.codes] or [EXIT_USER_ERROR])
             if process is self.processes[number] and not self._restart(number, code, coordinator):
                 codes[number] = self._exit_code(number, code)
-        return self._members_code(coordinator) if succession.goes_on and coordinator.codes else worst(codes.values())
+        return worst((self._codes_of_members(coordinator) if succession.goes_on else []) or codes.values())
 
     def _exit_code(self, number: int, code: int) -> int:
         """Translate the exit code of a worker for the run, and remember the first failure."""
@@ -134,10 +134,10 @@ class Workers:
                 self.first_signal, self.first_failure = f"Rank {number} was {killed}", f"Rank {number}, {killed},"
         return _run_code(code)
 
-    def _members_code(self, coordinator: Coordinator) -> int:
-        """The worst exit code of the last generation; workers that were lost before do not count."""
+    def _codes_of_members(self, coordinator: Coordinator) -> list[int]:
+        """The exit codes of the last generation, reported or seen; workers that were lost or refused do not count."""
         last = [each for each in self.processes.values() if each.pid in coordinator.succession.processes]
-        return worst([*coordinator.codes, *(_run_code(code) for each in last if (code := each.returncode or 0) >= 0)])
+        return [*coordinator.codes, *(_run_code(code) for each in last if (code := each.returncode or 0) >= 0)]
 
     def _restart(self, number: int, code: int, coordinator: Coordinator) -> bool:
         """Start a lost worker again, if the run goes on; returns whether it did."""
