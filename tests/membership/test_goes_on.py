@@ -255,19 +255,24 @@ group.close()
 
 DIES = """
 import os
+import threading
+reached = threading.Event()
 def die(place, step):
+    if step >= WAITS_FOR:
+        reached.set()
     if (place, step, group.rank) == FAULT and not os.path.exists("died"):
+        reached.wait(60)
         open("died", "w").close()
         os.kill(os.getpid(), 9)
 model.phases.on_enter = die
 for step in model.steps"""
 
 
-def script_that_dies(folder: Path, place: str, step: int, rank: int) -> None:
-    """Write `SCRIPT` so that a rank kills itself, once, at a place of a step."""
+def script_that_dies(folder: Path, place: str, step: int, rank: int, waits_for: int = 0) -> None:
+    """Write `SCRIPT` so that a rank kills itself, once, at a place of a step; a save first waits for a later step."""
     folder.mkdir()
-    fault = repr((place, step, rank))
-    (folder / "mine.py").write_text(SCRIPT.replace("\nfor step in model.steps", DIES.replace("FAULT", fault)))
+    dies = DIES.replace("WAITS_FOR", str(waits_for)).replace("FAULT", repr((place, step, rank)))
+    (folder / "mine.py").write_text(SCRIPT.replace("\nfor step in model.steps", dies))
 
 
 def undisturbed_script(folder: Path, steps: int) -> None:
@@ -311,9 +316,7 @@ def test_a_worker_that_dies_in_the_first_step_makes_no_checkpoint_of_the_first_w
 
 def test_a_save_that_the_loss_of_a_worker_interrupts_is_made_afterwards(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    script_that_dies(run, "wrote", 10, rank=0)
-    text = (run / "mine.py").read_text()
-    (run / "mine.py").write_text(text.replace("float(sys.argv[3])", "0.3 * (step >= 10)"))
+    script_that_dies(run, "wrote", 10, rank=0, waits_for=12)  # step 11 is committed then
     code, output = andon("run", "--workers=3", "mine.py", "19", "off", "0", cwd=run)
     assert code == 0 and "was lost" in output, output
     assert saved_steps(run)[-1] > 10
