@@ -42,7 +42,11 @@ def train(folder: Path, *arguments: str, name: str = "run", code: int = 0) -> di
     return summary(folder / name) if code == 0 else {"output": output}
 
 
-@pytest.mark.parametrize("options", [(), ("--train.weights=bf16",), ("--train.compile=false",)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [(), *((f"--train.{each}",) for each in ("weights=bf16", "compile=false", "precision=f32", "context=100"))],
+    ids=str,
+)
 def test_workers_that_share_a_gpu_give_the_answer_of_one(tmp_path: Path, options: tuple[str, ...]) -> None:
     answers = {
         train(tmp_path, *options, *how, name=f"run{number}")["weights_blake3"]
@@ -158,7 +162,7 @@ def test_a_profile_has_kernels_and_a_trace(tmp_path: Path) -> None:
     code, output = run("profile", *options, "--steps=2", "--json", cwd=tmp_path, executed=True)
     assert code == 0, output
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert any("flex_attention" in row["operation"] for row in rows)
+    assert any("attention_forward" in row["operation"] for row in rows)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
@@ -248,6 +252,34 @@ def test_a_gradient_of_a_compiled_block_is_written_once_into_the_arena() -> None
         for name, each in model.model.layers.named_parameters():
             if each.dim() == 2:
                 assert each.grad is not None and each.grad.data_ptr() == outs[f"model.layers.{name}"].data_ptr(), name
+
+
+@pytest.mark.parametrize(
+    "batch, length, heads, kv_heads, size",
+    [(2, 64, 2, 1, 64), (1, 1024, 4, 1, 64), (3, 192, 4, 4, 16), (1, 256, 6, 2, 128)],
+)
+def test_the_attention_kernels_compute_what_torch_computes(
+    batch: int, length: int, heads: int, kv_heads: int, size: int
+) -> None:
+    from andon.model.gpu.attention import attend, attend_by_torch
+    from andon.model.llama import rotations
+    from andon.model.shape import Shape
+
+    cos, sin = (each.cuda() for each in rotations(Shape(2, heads * size, 1, heads, kv_heads, 2, length)))
+    torch.manual_seed(1)
+    inputs = torch.randn(batch, length, heads + 2 * kv_heads, size, device="cuda").bfloat16()
+    gradient = torch.randn(batch, length, heads, size, device="cuda").bfloat16()
+    exact = inputs.double().requires_grad_()
+    out = attend_by_torch(exact, cos.double(), sin.double(), kv_heads)
+    wanted = (out, *torch.autograd.grad(out, exact, gradient.double()))
+    runs = []
+    for _ in range(3):
+        mine = inputs.clone().requires_grad_()
+        out = attend(mine, cos, sin, kv_heads)
+        runs.append((out, *torch.autograd.grad(out, mine, gradient)))
+    for one, other in zip(runs[0], wanted, strict=True):
+        assert one.shape == other.shape and (one - other).norm() < 0.01 * other.norm()
+    assert all(torch.equal(a, b) for each in runs[1:] for a, b in zip(runs[0], each, strict=True)), "the same bits"
 
 
 @pytest.mark.parametrize("rows, width", [(1, 1), (7, 1500), (64, 4096)])

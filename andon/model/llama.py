@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from andon.model.layers import Embedding, Head, Linear, as_f32
 from andon.model.shape import Shape
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Causal attention: queries (B H T D), keys and values (B K T D) to B H T D."""
-
 
 @dataclass(frozen=True)
 class Kernels:
     """Functions that compiled blocks call on a GPU, for whole windows in training."""
 
-    attend: Attend
+    attend: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    """Causal attention with rotary positions: (queries, keys and values side by side, cos, sin, K) → B T H D."""
     product: Callable[..., Tensor]
     """(inputs, weights …) → the outputs, side by side."""
     gated: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -86,14 +84,11 @@ class Attention(nn.Module):
         return out
 
     def _over_windows(self, x: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels) -> Tensor:
-        """The same with less memory traffic: one product for queries, keys and values, whose output is not copied."""
+        """The same with less memory traffic: queries, keys and values stay side by side, as one product writes them."""
         batch, length, _ = x.shape
         heads = kernels.product(x, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
-        heads = heads.view(batch, length, -1, self.head_dim)
-        q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], 2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = kernels.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return kernels.product(y.transpose(1, 2).reshape(batch, length, -1), self.o_proj.weight)
+        y = kernels.attend(heads.view(batch, length, -1, self.head_dim), cos, sin, self.kv_heads)
+        return kernels.product(y.reshape(batch, length, -1), self.o_proj.weight)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,33 +1,21 @@
 """A model whose blocks are compiled in stacks of a few; all stacks share one graph, for whole windows.
 
-On a GPU attention is FlexAttention, whose backward adds in a fixed order: it is deterministic, and faster than the
-deterministic kernel of `scaled_dot_product_attention`. If bits may vary, `scaled_dot_product_attention` is faster.
 torch's compiler takes seconds and 70 MB to load, so this module is imported only where something is compiled.
 """
 
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from andon.model.gpu.attention import attend, attend_by_torch, fits_kernels
 from andon.model.gpu.products import gated_products, product
-from andon.model.llama import Attend, Attention, Kernels, Llama, Stack, SwiGLU
+from andon.model.llama import Attention, Kernels, Llama, Stack, SwiGLU
 from andon.model.shape import CHEAP
-
-KERNEL_OPTIONS: Final[Any] = {"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
-"""No row is fully masked, and a mask's blocks are contiguous."""
-HOPPER_OPTIONS: Final[Any] = {
-    **{"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32},
-    **{"bwd_num_warps": 4, "bwd_num_stages": 3},
-}
-"""The fastest on an H200 with heads of 64 in bf16 (measured); elsewhere torch chooses."""
-SMALLEST_HEAD: Final = 16
-"""FlexAttention supports no smaller heads."""
 
 TOGETHER: Final = 8
 """The most blocks in a stack: operations between two blocks are fused, and Python is called less often."""
@@ -45,7 +33,7 @@ def compile_model(model: Llama, deterministic: bool = True, activation_memory: f
         activation_memory if on_gpu and activation_memory < CHEAP else 1.0
     )
     if on_gpu:
-        kernels = _kernels(model, deterministic, again=activation_memory < 1)
+        kernels = _kernels(model, again=activation_memory < 1)
         for module in model.modules():
             if isinstance(module, Attention | SwiGLU):
                 module.kernels = kernels
@@ -56,13 +44,13 @@ def compile_model(model: Llama, deterministic: bool = True, activation_memory: f
         part.compile(fullgraph=True, dynamic=False)
 
 
-def _kernels(model: Llama, deterministic: bool, again: bool) -> Kernels:
+def _kernels(model: Llama, again: bool) -> Kernels:
     """The functions of compiled blocks; with `again`, backward also recomputes the gated product."""
-    attend = _deterministic_attention(model) if deterministic else _fastest_attention
+    attention = attend if fits_kernels(model.shape, model.compute) else attend_by_torch
     if model.compute == torch.float32 or next(model.parameters()).dtype != torch.float32:
-        return Kernels(attend, _product, _gated)
+        return Kernels(attention, _product, _gated)
 
-    return Kernels(attend, product, partial(gated_products, again=again))
+    return Kernels(attention, product, partial(gated_products, again=again))
 
 
 def _product(x: Tensor, *weights: Tensor) -> Tensor:
@@ -71,25 +59,3 @@ def _product(x: Tensor, *weights: Tensor) -> Tensor:
 
 def _gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return _product(F.silu(_product(x, gate)) * _product(x, up), down)
-
-
-def _deterministic_attention(model: Llama) -> Attend:
-    context, head_dim = model.shape.context, model.shape.head_dim
-    if head_dim < SMALLEST_HEAD:
-        return _fastest_attention  # torch takes a deterministic one where it must
-    measured = head_dim == 64 and model.compute == torch.bfloat16 and torch.cuda.get_device_capability() == (9, 0)
-    options = KERNEL_OPTIONS | HOPPER_OPTIONS if measured else KERNEL_OPTIONS
-    mask = create_block_mask(_causal, None, None, context, context, device=model.cos.device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
-
-    return attend
-
-
-def _fastest_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key

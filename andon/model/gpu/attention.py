@@ -1,0 +1,84 @@
+"""Causal attention of compiled blocks on a GPU: one operation from a product's output to the next product's input.
+
+It takes queries, keys and values side by side and rotates them itself, so that backward keeps one copy of them, and
+writes one gradient, already rotated back.
+"""
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from andon.model.llama import rotate
+from andon.model.shape import Shape
+
+LARGEST_OFFSET: Final = 1 << 31
+"""The kernels count the elements of a window in 32 bits."""
+
+
+def fits_kernels(shape: Shape, compute: torch.dtype) -> bool:
+    """Whether the kernels support a model; torch's attention supports all."""
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return (
+        compute == torch.bfloat16
+        and shape.head_dim in (16, 32, 64, 128)
+        and shape.context % 64 == 0
+        and shape.context * width < LARGEST_OFFSET
+    )
+
+
+def attend(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
+    """Causal attention with rotary positions: queries, keys and values side by side (B T H+2K D) to B T H D."""
+    return _Attention.apply(heads, cos, sin, kv_heads)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def attend_by_torch(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
+    """The same with torch's attention, which is deterministic if torch's algorithms must be."""
+    q, k, v = torch.split(heads, [heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
+    q, k, v = (each.transpose(1, 2) for each in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
+        rotated, out, sums = torch.ops.andon.attention(heads, cos, sin, kv_heads)
+        ctx.kv_heads = kv_heads
+        ctx.save_for_backward(rotated, out, sums, cos, sin)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return torch.ops.andon.attention_backward(gradient, *ctx.saved_tensors, ctx.kv_heads), None, None, None
+
+
+@torch.library.custom_op("andon::attention", mutates_args=())
+def _forward(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    from andon.model.gpu.attention_kernels import forward  # needs triton
+
+    return forward(heads.contiguous(), cos, sin, kv_heads)
+
+
+@_forward.register_fake
+def _(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, width, size = heads.shape
+    count = width - 2 * kv_heads
+    sums = heads.new_empty(batch, count, length, dtype=torch.float32)
+    return torch.empty_like(heads), heads.new_empty(batch, length, count, size), sums
+
+
+@torch.library.custom_op("andon::attention_backward", mutates_args=())
+def _backward(
+    gradient: Tensor, rotated: Tensor, out: Tensor, sums: Tensor, cos: Tensor, sin: Tensor, kv_heads: int
+) -> Tensor:
+    from andon.model.gpu.attention_kernels import backward
+
+    return backward(gradient.contiguous(), rotated, out, sums, (cos, sin), kv_heads)
+
+
+@_backward.register_fake
+def _(gradient: Tensor, rotated: Tensor, out: Tensor, sums: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
+    return torch.empty_like(rotated)
