@@ -57,7 +57,7 @@ class _Attention(torch.autograd.Function):
 
 @torch.library.custom_op("andon::attention", mutates_args=())
 def _forward(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    from andon.model.gpu.attention_kernels import forward  # needs triton
+    from andon.model.gpu.attention_kernel import forward  # needs triton
 
     return forward(heads.contiguous(), cos, sin, kv_heads)
 
@@ -74,7 +74,7 @@ def _(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, T
 def _backward(
     gradient: Tensor, rotated: Tensor, out: Tensor, sums: Tensor, cos: Tensor, sin: Tensor, kv_heads: int
 ) -> Tensor:
-    from andon.model.gpu.attention_kernels import backward
+    from andon.model.gpu.attention_kernel import backward
 
     return backward(gradient.contiguous(), rotated, out, sums, (cos, sin), kv_heads)
 

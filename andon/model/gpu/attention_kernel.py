@@ -165,7 +165,7 @@ def _attend(q, k, v, y, top, total, scale, MASKED: tl.constexpr):  # type: ignor
     return tl.dot(p.to(q.dtype), v, y * keep[:, None]), higher, total * keep + tl.sum(p, 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _scores_backward(scores, for_p, log_sum, delta, scale):  # type: ignore[no-untyped-def]
     """The softmax of scores and the gradient of scaled scores."""
     p = tl.exp2(scores * (scale * LOG2E) - log_sum)
