@@ -67,8 +67,8 @@ def test_the_activations_are_what_autograd_keeps(shape: Shape, windows: int) -> 
 @pytest.mark.parametrize(
     ("preset", "windows", "kept", "measured"),
     [
-        *(("350m", 32, 0.75, 30.0), ("350m", 32, 1, 39.2), ("124m", 64, 0.75, 16.4), ("124m", 64, 1, 21.7)),
-        *(("124m", 256, 1, 75.8), ("1b", 8, 1, 41.9)),
+        *(("350m", 32, 0.75, 28.1), ("350m", 32, 1, 37.3), ("124m", 256, 0.75, 50.8), ("124m", 256, 1, 70.7)),
+        *(("1b", 8, 0.75, 32.7), ("1b", 8, 1, 39.8)),
     ],
 )
 def test_the_memory_on_a_gpu_is_what_an_h200_measured(preset: str, windows: int, kept: float, measured: float) -> None:
