@@ -256,12 +256,12 @@ def test_a_gradient_of_a_compiled_block_is_written_once_into_the_arena() -> None
 
 @pytest.mark.parametrize(
     "batch, length, heads, kv_heads, size",
-    [(2, 64, 2, 1, 64), (1, 1024, 4, 1, 64), (3, 192, 4, 4, 16), (1, 256, 6, 2, 128)],
+    [(2, 64, 2, 1, 64), (1, 1024, 4, 1, 64), (3, 192, 4, 4, 16), (1, 256, 6, 2, 32)],
 )
 def test_the_attention_kernels_compute_what_torch_computes(
     batch: int, length: int, heads: int, kv_heads: int, size: int
 ) -> None:
-    from andon.model.gpu.attention import attend, attend_by_torch
+    from andon.model.gpu.attention import attend_by_kernels, attend_by_torch
     from andon.model.llama import rotations
     from andon.model.shape import Shape
 
@@ -275,11 +275,17 @@ def test_the_attention_kernels_compute_what_torch_computes(
     runs = []
     for _ in range(3):
         mine = inputs.clone().requires_grad_()
-        out = attend(mine, cos, sin, kv_heads)
+        out = attend_by_kernels(mine, cos, sin, kv_heads)
         runs.append((out, *torch.autograd.grad(out, mine, gradient)))
     for one, other in zip(runs[0], wanted, strict=True):
         assert one.shape == other.shape and (one - other).norm() < 0.01 * other.norm()
     assert all(torch.equal(a, b) for each in runs[1:] for a, b in zip(runs[0], each, strict=True)), "the same bits"
+    for head in (0, heads, heads + kv_heads):  # a query, a key, a value
+        bad = inputs.clone()
+        bad[-1, length // 2, head] = math.nan
+        bad.requires_grad_()
+        out = attend_by_kernels(bad, cos, sin, kv_heads)
+        assert out[-1, length // 2].isnan().any() and torch.autograd.grad(out, bad, gradient)[0].isnan().any()
 
 
 @pytest.mark.parametrize("rows, width", [(1, 1), (7, 1500), (64, 4096)])

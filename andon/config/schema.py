@@ -44,7 +44,7 @@ class RunSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes CUDA if there is a GPU, and else the CPU, with a note."""
     deterministic: bool = True
-    """On GPUs: use only kernels that give the same bits every time; `false` allows faster ones. All checks stay on."""
+    """On GPUs: use only kernels that give the same bits every time; `false` allows others. All checks stay on."""
     workers: PositiveInt = 1
     """Number of worker processes to train with."""
     min_workers: PositiveInt = 1

@@ -1,7 +1,7 @@
 """Causal attention of compiled blocks on a GPU: one operation from a product's output to the next product's input.
 
-It takes queries, keys and values side by side and rotates them itself, so that backward keeps one copy of them, and
-writes one gradient, already rotated back.
+It rotates queries and keys itself, so backward keeps one copy of queries, keys and values, and their gradient is one
+tensor, already rotated back.
 """
 
 from typing import Any, Final
@@ -11,11 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from andon.model.llama import rotate
+from andon.model.llama import attend, rotate
 from andon.model.shape import Shape
 
 LARGEST_OFFSET: Final = 1 << 31
 """The kernels count the elements of a window in 32 bits."""
+HEAD_SIZES: Final = (16, 32, 64)
+"""Larger heads are left to torch: with 128, the kernels take twice the time for the same work."""
+MOST_PROGRAMS: Final = (1 << 16) - 1
+"""The most heads of all windows of a batch: one dimension of the grid."""
 
 
 def fits_kernels(shape: Shape, compute: torch.dtype) -> bool:
@@ -23,21 +27,25 @@ def fits_kernels(shape: Shape, compute: torch.dtype) -> bool:
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return (
         compute == torch.bfloat16
-        and shape.head_dim in (16, 32, 64, 128)
+        and shape.head_dim in HEAD_SIZES
         and shape.context % 64 == 0
         and shape.context * width < LARGEST_OFFSET
     )
 
 
-def attend(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
+def attend_by_kernels(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
     """Causal attention with rotary positions: queries, keys and values side by side (B T H+2K D) to B T H D."""
+    if heads.shape[0] * heads.shape[2] > MOST_PROGRAMS:
+        return attend_by_torch(heads, cos, sin, kv_heads)
     return _Attention.apply(heads, cos, sin, kv_heads)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def attend_by_torch(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
-    """The same with torch's attention, which is deterministic if torch's algorithms must be."""
+    """The same by torch, which is deterministic if its algorithms must be."""
     q, k, v = torch.split(heads, [heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
     q, k, v = (each.transpose(1, 2) for each in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+    if q.dtype == torch.float32:  # torch's kernel for f32 takes no shared keys, and without it all scores are in memory
+        return attend(q, k, v).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
@@ -67,7 +75,7 @@ def _(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, T
     batch, length, width, size = heads.shape
     count = width - 2 * kv_heads
     sums = heads.new_empty(batch, count, length, dtype=torch.float32)
-    return torch.empty_like(heads), heads.new_empty(batch, length, count, size), sums
+    return heads.new_empty(heads.shape), heads.new_empty(batch, length, count, size), sums
 
 
 @torch.library.custom_op("andon::attention_backward", mutates_args=())
@@ -81,4 +89,4 @@ def _backward(
 
 @_backward.register_fake
 def _(gradient: Tensor, rotated: Tensor, out: Tensor, sums: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
-    return torch.empty_like(rotated)
+    return rotated.new_empty(rotated.shape)

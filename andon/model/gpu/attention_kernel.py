@@ -1,12 +1,13 @@
-"""Causal attention with rotary positions on a GPU, forward and backward, in triton (`attention.attend`).
+"""Causal attention with rotary positions on a GPU, forward and backward, in triton (`attention.attend_by_kernels`).
 
-A program computes one block of 64 queries, or of 64 keys, and no two programs add to the same element, so every sum has
+A program computes one block of 64 queries, or of 64 keys, and each element is written by one program, so every sum has
 one order. Forward goes through the keys up to its queries and keeps the maximum and the sum of each row's softmax.
 Backward is two kernels: one sums the gradients of a block of queries over the keys, the other those of a block of keys
-and values over the queries of all heads that share them. Both compute the softmax again from the sums of forward; that
-costs two products more than one kernel that adds to the queries' gradients atomically, and its order is fixed.
+and values over the queries of all heads that share them. Both compute the softmax again: seven products instead of the
+five of a single kernel, which would have to add to the queries' gradients in the order in which its programs run.
 
-Queries, keys and values of a token are side by side: T rows of H + 2 K heads of D for each batch. Scores are in base 2.
+Queries, keys and values of a token are side by side: T rows of H + 2 K heads of D in each window. Exponentials and
+logarithms are to base 2.
 """
 
 from typing import Final
@@ -37,7 +38,7 @@ def attention_rotate(heads, rotated, cos, sin, T, TURNED: tl.constexpr, W: tl.co
 
 @triton.jit  # type: ignore[untyped-decorator]
 def attention_forward(rotated, out, sums, scale, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The output of a block of queries, and the logarithm of each row's sum of exponentials."""
+    """The output of a block of queries, and the logarithm of each row's sum of exponentials of scores."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # the longest rows start first
     batch, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
     rows = rotated + batch * T * (H + 2 * K) * D
@@ -121,7 +122,8 @@ def attention_keys_backward(  # type: ignore[no-untyped-def]
         for_k = tl.dot(for_scores.to(q.dtype), q, for_k)
     after = T // BLOCK - 1 - tl.program_id(0)  # blocks of later queries
     for each in tl.range(0, shared * after, num_stages=3):
-        head, later = kv * shared + each // after, first + (1 + each % after) * BLOCK
+        divisor = tl.maximum(after, 1)  # the pipeline divides before it knows whether there is a first turn
+        head, later = kv * shared + each // divisor, first + (1 + each % divisor) * BLOCK
         q = tl.load(rows + _tile(later * (H + 2 * K) * D + head * D, (H + 2 * K) * D, D))
         g = tl.load(gradient + _tile(later * H * D + head * D, H * D, D))
         row = head * T + later + tl.arange(0, BLOCK)
@@ -185,14 +187,15 @@ def _store_rotated_back(to, x, cos, sin, first, H: tl.constexpr, K: tl.constexpr
 def forward(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Heads with rotated queries and keys (B T H+2K D), outputs (B T H D), and the sums that backward needs (B H T)."""
     batch, length, width, size = heads.shape
+    assert length % BLOCK.value == 0 and len(cos) == length and cos.dtype == torch.float32, (heads.shape, cos)
     count = width - 2 * kv_heads
     rotated, out = torch.empty_like(heads), heads.new_empty(batch, length, count, size)
     sums = heads.new_empty(batch, count, length, dtype=torch.float32)
-    blocks, shape, options = length // BLOCK.value, (length, count, kv_heads, size), _options(size)
+    blocks, sizes = length // BLOCK.value, (size**-0.5, length, count, kv_heads, size)
     with torch.cuda.device(heads.device):
         turned = (length, count + kv_heads, width, size)
         attention_rotate[batch * blocks, width](heads, rotated, cos, sin, *turned, num_warps=4)
-        attention_forward[blocks, batch * count](rotated, out, sums, size**-0.5, *shape, **options)
+        attention_forward[blocks, batch * count](rotated, out, sums, *sizes, num_warps=4)
     return rotated, out, sums
 
 
@@ -203,16 +206,12 @@ def backward(
     batch, length, width, size = rotated.shape
     count = width - 2 * kv_heads
     for_heads, deltas = torch.empty_like(rotated), torch.empty_like(sums)
-    blocks, shape, options = length // BLOCK.value, (size**-0.5, length, count, kv_heads, size), _options(size)
+    blocks, sizes = length // BLOCK.value, (size**-0.5, length, count, kv_heads, size)
     with torch.cuda.device(rotated.device):
         attention_queries_backward[blocks, batch * count](
-            rotated, out, gradient, sums, deltas, for_heads, *tables, *shape, **options
+            rotated, out, gradient, sums, deltas, for_heads, *tables, *sizes, num_warps=4
         )
         attention_keys_backward[blocks, batch * kv_heads](
-            rotated, gradient, sums, deltas, for_heads, *tables, *shape, **options
+            rotated, gradient, sums, deltas, for_heads, *tables, *sizes, num_warps=4
         )
     return for_heads
-
-
-def _options(size: int) -> dict[str, int]:
-    return {"num_warps": 4 if size <= 64 else 8}

@@ -12,7 +12,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
-from andon.model.gpu.attention import attend, attend_by_torch, fits_kernels
+from andon.model.gpu.attention import attend_by_kernels, attend_by_torch, fits_kernels
 from andon.model.gpu.products import gated_products, product
 from andon.model.llama import Attention, Kernels, Llama, Stack, SwiGLU
 from andon.model.shape import CHEAP
@@ -46,7 +46,7 @@ def compile_model(model: Llama, deterministic: bool = True, activation_memory: f
 
 def _kernels(model: Llama, again: bool) -> Kernels:
     """The functions of compiled blocks; with `again`, backward also recomputes the gated product."""
-    attention = attend if fits_kernels(model.shape, model.compute) else attend_by_torch
+    attention = attend_by_kernels if fits_kernels(model.shape, model.compute) else attend_by_torch
     if model.compute == torch.float32 or next(model.parameters()).dtype != torch.float32:
         return Kernels(attention, _product, _gated)
 
