@@ -100,8 +100,9 @@ class Checkpointer:
         state = load_checkpoint(folder, self.optimizer, self.facts.check)
         self.progress.restore(state)
         self.optimizer.go_on_from(self.progress.step)
-        if folder.resolve() == checkpoint_path(self.facts.folder, self.progress.step).resolve():
-            self._saver.saved = self.progress.step
+        own = folder.resolve() == checkpoint_path(self.facts.folder, self.progress.step).resolve()
+        # What is saved must be the same on every rank: a worker elsewhere has received a copy in a folder of its own.
+        self._saver.saved = self.progress.step if self.model.group.all_gather_json(own)[0] else -1
         return state
 
     @property
@@ -128,6 +129,15 @@ class Checkpointer:
         step = self.progress.step
         if self._saver.saved < self.asked <= step or should_save(step, self.settings.every, last=False):
             self.save(step)
+
+    def forget_later(self, step: int) -> None:
+        """A later step is repeated: its save, if one was asked for, has to be asked for again."""
+        self.asked = min(self.asked, step)
+
+    def save_if_skipped(self) -> None:
+        """Save the current step if it was asked for, but an earlier save had not ended then."""
+        if not self._saver.failure and self._saver.saved < self.asked == self.progress.step:
+            self.save(self.asked, wait=True)
 
     def after_halt(self, halt: JidokaHalt) -> None:
         """Save the last committed step; if that fails it is only noted, because the halt matters more."""

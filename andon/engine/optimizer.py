@@ -55,6 +55,8 @@ class Optimizer(torch.optim.Optimizer):
         """The error of a failed group, until `model.steps` has handled it."""
         self.before_redo: Callable[[], None] = lambda: None
         """Called when the group has failed in a step before its verdict: it is repeated unless another rank has it."""
+        self.before_end: Callable[[], None] = lambda: None
+        """Called by `model.steps` after the last step, on all ranks together."""
         model.optimizer = self
         self.rule = self.rule_type(model.arena, *self._assign_parts())
         self.facts = ""
@@ -97,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise
             self.failure = failure
             if self.commit.step > before:  # only the gather failed: the step is done, and is not repeated
-                return Totals.of(self.commit.verdict[0])
+                return replace(Totals.of(self.commit.verdict[0]), gathered=False)
             self.before_redo()
             return Totals(math.nan, 0, math.nan, committed=False)
 

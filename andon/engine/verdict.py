@@ -41,6 +41,9 @@ class Totals:
     committed: bool = True
     """False: a worker was lost before the verdict. `model.steps` gives the step again unless another rank has committed
     it."""
+    gathered: bool = True
+    """False: a worker was lost after the verdict, so this rank misses weights that others have updated. They are
+    complete when `model.steps` gives the next step."""
 
     @classmethod
     def add_up(cls, reports: Sequence[Report], norm_of_sum: float) -> Totals:

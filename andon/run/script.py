@@ -105,6 +105,7 @@ class ScriptCheckpoints:
         self.checkpointer = Checkpointer(optimizer, facts, SaveSettings(keep=self.keep), self._report)
         optimizer.passengers.append(self.checkpointer)
         model.before_step = self._stop_if_agreed
+        optimizer.before_end = self._finish_saves
         optimizer.on_halt = self.checkpointer.after_halt
         model.group.before_close.append(self.close)
         self.is_open = True
@@ -114,19 +115,22 @@ class ScriptCheckpoints:
         return self.optimizer.model.membership.rank == 0
 
     def _lock_folder(self) -> None:
-        """Lock the folder on rank 0; in a later generation that may be another worker."""
+        """Lock the folder on rank 0 (in a later generation another worker), before any rank reads its mark."""
         if self.is_rank_0 and self._locked is None:
             self._locked = RunFolder(self.folder)
             self._locked.take()
+        self.optimizer.model.group.barrier()
 
     def _remember(self) -> None:
         """A step has failed: keep options and schedule, because the script changes them before it repeats the step."""
         self._before_redo = self.optimizer.progress.step, _schedule(self.optimizer, self.scheduler)
 
     def undo(self) -> None:
-        """Restore options and schedule of before a failed step, unless it was committed after all."""
+        """Restore options and schedule of before a failed step and forget its save, unless it is committed after all."""
         if self._before_redo and self._before_redo[0] == self.optimizer.progress.step:
             _restore(self.optimizer, self.scheduler, self._before_redo[1])
+            if self.is_open:
+                self.checkpointer.forget_later(self.optimizer.progress.step)
         self._before_redo = None
 
     def enter(self) -> None:
@@ -167,6 +171,11 @@ class ScriptCheckpoints:
             self.checkpointer.save(self.optimizer.progress.step, wait=True)
             self._print(f"Stopped after step {self.optimizer.progress.step}, which is saved in {self.folder}")
             raise SystemExit(EXIT_STOPPED)
+
+    def _finish_saves(self) -> None:
+        """After the last step: wait for its save, which a lost worker may still interrupt."""
+        self.checkpointer.finish()
+        self.checkpointer.save_if_skipped()
 
     def close(self) -> None:
         """Wait with all ranks for a save in progress, and unlock the folder."""
@@ -222,8 +231,9 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
     scheduler = checkpoints.scheduler if checkpoints else None
     if checkpoints:
         checkpoints.undo()  # before new members copy options and schedule
-    mine = [checkpoints is not None, _schedule(optimizer, scheduler)]
-    has, schedules = zip(*group.all_gather_json(mine), strict=True)
+    mine = [checkpoints is not None, optimizer.stop.agreed, _schedule(optimizer, scheduler)]
+    has, stops, schedules = zip(*group.all_gather_json(mine), strict=True)
+    optimizer.stop.agreed = any(stops)  # a worker that joins has no part in what was agreed before
     if len(set(has)) > 1:
         cause = "The other workers have checkpoints, and the one that joins has none"
         raise UserError("A worker cannot take part", cause, "Call andon.load before `for step in model.steps(…)`")
@@ -240,7 +250,9 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
 
 def _go_back(checkpoints: ScriptCheckpoints | None) -> None:
     """A part of the state is lost: all ranks go back to the newest checkpoint."""
-    if not checkpoints or not checkpoints.load():
+    if checkpoints:
+        checkpoints.load()
+    if checkpoints is None or checkpoints.optimizer.is_new:  # nothing was loaded: the state is still lost
         cause = "A worker was lost that alone had a part of the optimizer's state, and there is no checkpoint"
         raise UserError("The run cannot go on", cause, 'Save now and then, or make the optimizer with zero="off"')
 

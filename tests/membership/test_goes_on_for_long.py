@@ -264,14 +264,11 @@ def test_a_script_ends_alike_wherever_a_worker_dies(tmp_path: Path, place: str, 
     alone, command, deaths = tmp_path / "alone", ["run", "--workers=3", "mine.py", "30", zero, "0"], 0
     undisturbed_script(alone, 30)
     for rank in range(3):
-        for step in (20, 22, 30):
+        for step in (21 if place in IN_A_STEP else 20, 22, 30):  # in step 21 the save of step 10 is complete
             run = tmp_path / f"{rank}-{step}"
             script_that_dies(run, place, step, rank)
             code, output = andon(*command, cwd=run)
             deaths += (run / "died").exists()  # some ranks have no part in a save, and step 22 is not saved
-            if code and step == 30 and place not in IN_A_STEP:  # after the loop the last save needs all workers
-                assert code == 1 and "was lost" in output, output
-                code, output = andon(*command, cwd=run)
             assert code == 0, output
             assert_ended_alike(run, alone, 30)
     assert deaths == 9 if place in IN_A_STEP else deaths >= 2

@@ -129,6 +129,22 @@ MUTANTS = [
         ("membership/test_goes_on.py::test_a_script_survives_the_loss_of_a_worker",),
     ),
     Mutant(
+        "script-goes-on-without-its-state",
+        "A script that has lost its state goes on with an empty one if there is no checkpoint.",
+        "run/script.py",
+        "    if checkpoints is None or checkpoints.optimizer.is_new:",
+        "    if checkpoints is None:",
+        ("membership/test_goes_on.py::test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint",),
+    ),
+    Mutant(
+        "last-save-is-not-repeated",
+        "A worker that dies in the save of a script's last step ends the run.",
+        "run/script.py",
+        "        optimizer.before_end = self._finish_saves\n",
+        "",
+        ("membership/test_goes_on.py::test_a_worker_that_dies_in_the_save_of_the_last_step_does_not_end_the_run",),
+    ),
+    Mutant(
         "dead-nursery-is-asked",
         "Workers are not started again once the process that forks them has died.",
         "cluster/fork_server.py",

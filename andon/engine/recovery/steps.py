@@ -7,7 +7,7 @@ enter their next generation. Then the loop gets the step that follows the last c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from andon.engine.progress import Progress
@@ -23,6 +23,7 @@ class StepEnder(Protocol):
     commit: Commit
     goes_on: bool
     failure: GroupError | None
+    before_end: Callable[[], None]
     model: Any
     change: Any
 
@@ -41,8 +42,10 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
             before = progress.step
             try:
                 if before + offset >= end:
+                    optimizer.before_end()
                     optimizer.model.group.barrier()  # until all have committed the last step
                     return
+                optimizer.model.before_step()
             except GroupError as error:
                 optimizer.failure = error
             if not optimizer.failure:
