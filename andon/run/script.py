@@ -126,7 +126,7 @@ class ScriptCheckpoints:
         self._before_redo = self.optimizer.progress.step, _schedule(self.optimizer, self.scheduler)
 
     def undo(self) -> None:
-        """Restore options and schedule of before a failed step and forget its save, unless it is committed after all."""
+        """Restore options and schedule of before a failed step, and forget its save, unless it is committed by now."""
         if self._before_redo and self._before_redo[0] == self.optimizer.progress.step:
             _restore(self.optimizer, self.scheduler, self._before_redo[1])
             if self.is_open:
