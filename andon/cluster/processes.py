@@ -72,6 +72,8 @@ class Workers:
         self.was_quit = False
         """Whether the user has ended them at once."""
         self.processes: dict[int, Process] = {}
+        self._late: set[int] = set()
+        """The process ids of workers that came too late to take part, and were killed."""
         self._threads: dict[int, threading.Thread] = {}
 
     def start(self, count: int) -> None:
@@ -109,7 +111,7 @@ class Workers:
             if until == math.inf and ((failed and not goes_on) or coordinator.all_left):
                 until = time.monotonic() + GRACE_SECONDS
                 if goes_on:
-                    self._kill(spared=succession.processes)  # workers that came too late
+                    self._kill_late(succession.processes)
             alive = len(self.processes) - len(codes)
             if goes_on and not succession.over and alive < min(goes_on.least, self.wanted):
                 coordinator.end(f"{len(codes)} of {len(self.processes)} workers are lost, and not started again")
@@ -119,7 +121,9 @@ class Workers:
                 if time.monotonic() < until:
                     continue
                 return worst([*codes.values(), *coordinator.codes] or [EXIT_USER_ERROR])
-            if process is self.processes[number] and not self._restart(number, code, coordinator):
+            if process.pid in self._late:
+                codes[number] = 0
+            elif process is self.processes[number] and not self._restart(number, code, coordinator):
                 codes[number] = self._exit_code(number, code)
         return worst((self._codes_of_members(coordinator) if succession.goes_on else []) or codes.values())
 
@@ -160,10 +164,16 @@ class Workers:
         self.was_quit = True
         self._kill()
 
-    def _kill(self, spared: Collection[int] = ()) -> None:
-        """Kill all workers except those with these process ids."""
+    def _kill(self) -> None:
+        """Kill all workers."""
         for process in list(self.processes.values()):
-            if process.pid not in spared:
+            process.kill()
+
+    def _kill_late(self, members: Collection[int]) -> None:
+        """Kill workers that were started again, but have not joined the last generation."""
+        for process in self.processes.values():
+            if process.pid not in members and process.returncode is None:
+                self._late.add(process.pid)
                 process.kill()
 
     def __enter__(self) -> Self:

@@ -41,7 +41,12 @@ def load(
     All ranks call it together, with any number of workers. It also sets the folder and the scheduler that are saved
     when the run is stopped. The `keep` newest checkpoints are kept."""
     checkpoints = _checkpoints(folder, model, optimizer, scheduler, keep)
-    return checkpoints.load() if checkpoints.is_open else optimizer.progress.step
+    if not checkpoints.is_open:
+        return optimizer.progress.step
+    step, group = checkpoints.load(), model.membership.group
+    if step and isinstance(group, ChangingGroup):
+        group.went_back(group.generation, step)
+    return step
 
 
 def save(
@@ -240,7 +245,7 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
     if checkpoints:
         checkpoints.enter()
     if recovery.lost:
-        _go_back(checkpoints)
+        _go_back(optimizer, checkpoints)
     elif group.rank in recovery.new:
         source = next(rank for rank in range(group.world_size) if rank not in recovery.new)
         _restore(optimizer, scheduler, schedules[source])
@@ -248,13 +253,16 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
         checkpoints.checkpointer.after_change()
 
 
-def _go_back(checkpoints: ScriptCheckpoints | None) -> None:
-    """A part of the state is lost: all ranks go back to the newest checkpoint."""
+def _go_back(optimizer: Optimizer, checkpoints: ScriptCheckpoints | None) -> None:
+    """A part of the state is lost: all ranks go back to the newest checkpoint, or to their first weights."""
     if checkpoints:
         checkpoints.load()
-    if checkpoints is None or checkpoints.optimizer.is_new:  # nothing was loaded: the state is still lost
+    if not optimizer.is_new:  # a checkpoint was loaded
+        return
+    if any(optimizer.model.group.all_gather_json(optimizer.commit.step)):
         cause = "A worker was lost that alone had a part of the optimizer's state, and there is no checkpoint"
         raise UserError("The run cannot go on", cause, 'Save now and then, or make the optimizer with zero="off"')
+    optimizer.go_on_from(0)  # no rank has committed a step: its weights are the first ones
 
 
 def _checkpoints(

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 
 GoOn = Callable[[Any, Exception | None], None]
 """(optimizer, why): leave the group, enter the next generation, and bring the optimizer to the step of its ranks."""
+Report = Callable[[Sequence[Any]], None]
+"""Reports committed steps to the run's ledger."""
+WentBack = Callable[[int, int], None]
+"""(generation, step): reports to the ledger that a generation continues from the checkpoint of a step."""
 
 
 class ChangingGroup(Group):
     """Delegates every operation to the group of the current generation."""
 
-    def __init__(self, now: Group, go_on: GoOn, report: Callable[[Sequence[Any]], None], joins: bool) -> None:
-        self.go_on, self.report, self.joins = go_on, report, joins
+    def __init__(self, now: Group, go_on: GoOn, report: Report, went_back: WentBack, joins: bool) -> None:
+        self.go_on, self.report, self.went_back, self.joins = go_on, report, went_back, joins
         self.become(now)
 
     def become(self, now: Group) -> None:

@@ -309,11 +309,37 @@ def test_a_step_that_is_committed_when_a_worker_dies_counts_for_its_schedule_and
     assert_ended_alike(run, alone, 30)
 
 
-def test_a_worker_that_dies_in_the_first_step_makes_no_checkpoint_of_the_first_weights(tmp_path: Path) -> None:
-    script_that_dies(tmp_path / "run", "exchange", 1, rank=1)
-    code, output = andon("run", "--workers=3", "mine.py", "12", "even", "0", cwd=tmp_path / "run")
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_worker_that_dies_in_the_first_step_makes_no_checkpoint_of_the_first_weights(
+    tmp_path: Path, rank: int
+) -> None:
+    """Rank 2 owns the state of all weights, which nobody needs before a step is committed."""
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 20)
+    script_that_dies(run, "exchange", 1, rank)
+    code, output = andon("run", "--workers=3", "mine.py", "20", "even", "0", cwd=run)
     assert code == 0 and "was lost" in output, output
-    assert min(saved_steps(tmp_path / "run")) >= 10  # later, if the new worker joins then
+    assert min(saved_steps(run)) >= 10  # later, if the new worker joins then
+    assert_ended_alike(run, alone, 20)
+
+
+def test_the_ledger_of_a_script_goes_on_through_a_resume_and_a_return_to_a_checkpoint(tmp_path: Path) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 40)
+    script_that_dies(run, "exchange", 26, rank=2)  # it owns the state of all weights
+    for steps in ("20", "40"):
+        code, output = andon("run", "--workers=3", "mine.py", steps, "even", "0", cwd=run)
+        assert code == 0, output
+    assert "was lost" in output
+    assert_ended_alike(run, alone, 40)
+    step, returns = 0, []
+    for line in ledger_of(run):
+        if "step" in line:
+            assert line["step"] == step + 1
+        step = line.get("step", line.get("back", step))
+        returns += [step] if "back" in line else []
+    assert step == 40
+    assert returns == [0, 20, 20], "the second start loads a checkpoint, and goes back to it"
 
 
 def test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint(tmp_path: Path) -> None:
@@ -338,6 +364,11 @@ def test_a_save_that_the_loss_of_a_worker_interrupts_is_made_afterwards(tmp_path
     assert saved_steps(run)[-1] > 10
 
 
+def ledger_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the ledger of `SCRIPT`."""
+    return [json.loads(line) for line in (folder / "runs" / "mine" / "ledger.jsonl").read_text().splitlines()]
+
+
 def saved_steps(folder: Path) -> list[int]:
     """The steps that a script has saved, in order."""
     return sorted(int(path.name.removeprefix("checkpoint-")) for path in (folder / "mine" / "checkpoints").iterdir())
@@ -357,5 +388,4 @@ def test_a_script_survives_the_loss_of_a_worker(tmp_path: Path, zero: str, victi
     output = finish(process)
     assert process.returncode == 0 and "was lost" in output and "is started again" in output, output
     assert (run / "digest").read_text() == (alone / "digest").read_text()
-    lines = [json.loads(line) for line in (run / "runs" / "mine" / "ledger.jsonl").read_text().splitlines()]
-    assert [len(line["hosts"]) for line in lines if "hosts" in line][0::2] in ([3, 3], [3])
+    assert [len(line["hosts"]) for line in ledger_of(run) if "hosts" in line][0::2] in ([3, 3], [3])

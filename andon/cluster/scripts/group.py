@@ -23,7 +23,7 @@ class ScriptWorker:
         self.client, self.settings = client, settings
         self._is_member = not joins
         first = LocalGroup(settings.wire) if joins else self._open()
-        self.group = ChangingGroup(first, self.go_on, client.report, joins)
+        self.group = ChangingGroup(first, self.go_on, client.report, client.went_back, joins)
         self.group.stop_wanted, self.group.change_wanted = client.stop.is_set, client.change.is_set
 
     def _open(self) -> Group:
@@ -47,6 +47,7 @@ class ScriptWorker:
                 lost = getattr(why, "rank", SOMEONE) if why else None
                 begins = client.part(str(why or "a worker joins or leaves"), lost)
             else:
+                optimizer.is_new = True
                 client.enter({"data": "", "folder": ""})
                 begins = client.wait_for_generation()
             if not begins:
@@ -60,6 +61,9 @@ class ScriptWorker:
                 why = failure
                 continue
             group.joins = False
-            if group.rank == 0:
-                client.report(list(recovery.records.values()))
+            step = optimizer.progress.step
+            if group.rank == 0 or recovery.lost:
+                client.report([record for number, record in recovery.records.items() if number <= step])
+            if recovery.lost:  # the steps before stay committed
+                client.went_back(group.generation, step)
             return

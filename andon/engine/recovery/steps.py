@@ -35,6 +35,15 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
     changing = group if isinstance(group, ChangingGroup) else None
     optimizer.goes_on = changing is not None
     reported = progress.step
+
+    def report(until: int) -> None:
+        """Report the steps that every rank has committed, for the ledger."""
+        nonlocal reported
+        if changing and group.rank == 0 and reported < until:
+            records = optimizer.commit.records
+            changing.report([records[step] for step in range(reported + 1, until + 1) if step in records])
+            reported = until
+
     if changing and changing.joins:
         changing.go_on(optimizer, None)
     try:
@@ -44,6 +53,7 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
                 if before + offset >= end:
                     optimizer.before_end()
                     optimizer.model.group.barrier()  # until all have committed the last step
+                    report(before)
                     return
                 optimizer.model.before_step()
             except GroupError as error:
@@ -54,13 +64,11 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
                     raise RuntimeError(
                         f"step {before + offset} was not ended: call optimizer.step() once in every step"
                     )
-            if changing and group.rank == 0:
-                records = optimizer.commit.records
-                changing.report([records[step] for step in range(reported + 1, progress.step) if step in records])
-                reported = max(reported, progress.step - 1)
+            report(progress.step - 1)  # a rank takes part in a step only after it has committed the one before
             if changing and (optimizer.failure or optimizer.change.agreed):
                 failure, optimizer.failure = optimizer.failure, None
                 changing.go_on(optimizer, failure)
+                reported = min(reported, progress.step)
             elif optimizer.failure:
                 raise optimizer.failure
     finally:

@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from andon.model.llama import attend, rotate
 from andon.model.shape import Shape
 
+BLOCK: Final = 64
+"""The queries, or keys, of one program of a kernel."""
 LARGEST_OFFSET: Final = 1 << 31
 """The kernels count the elements of a window in 32 bits."""
 HEAD_SIZES: Final = (16, 32, 64)
@@ -28,7 +30,7 @@ def fits_kernels(shape: Shape, compute: torch.dtype) -> bool:
     return (
         compute == torch.bfloat16
         and shape.head_dim in HEAD_SIZES
-        and shape.context % 64 == 0
+        and shape.context % BLOCK == 0
         and shape.context * width < LARGEST_OFFSET
     )
 

@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK: Final = tl.constexpr(64)
+from andon.model.gpu import attention
+
+BLOCK: Final = tl.constexpr(attention.BLOCK)
 LOG2E: Final = tl.constexpr(1.4426950408889634)
 
 
