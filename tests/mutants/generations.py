@@ -132,7 +132,7 @@ MUTANTS = [
         "script-goes-on-without-its-state",
         "A script that has lost its state goes on with an empty one if there is no checkpoint.",
         "run/script.py",
-        "    if checkpoints is None or checkpoints.optimizer.is_new:",
+        "    if any(optimizer.model.group.all_gather_json(optimizer.commit.step)):",
         "    if checkpoints is None:",
         ("membership/test_goes_on.py::test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint",),
     ),

@@ -14,8 +14,6 @@ from torch.autograd.function import once_differentiable
 from andon.model.llama import attend, rotate
 from andon.model.shape import Shape
 
-BLOCK: Final = 64
-"""The queries, or keys, of one program of a kernel."""
 LARGEST_OFFSET: Final = 1 << 31
 """The kernels count the elements of a window in 32 bits."""
 HEAD_SIZES: Final = (16, 32, 64)
@@ -26,13 +24,12 @@ MOST_PROGRAMS: Final = (1 << 16) - 1
 
 def fits_kernels(shape: Shape, compute: torch.dtype) -> bool:
     """Whether the kernels support a model; torch's attention supports all."""
+    if compute != torch.bfloat16 or shape.head_dim not in HEAD_SIZES:
+        return False
+    from andon.model.gpu.attention_kernel import BLOCK  # needs triton
+
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return (
-        compute == torch.bfloat16
-        and shape.head_dim in HEAD_SIZES
-        and shape.context % BLOCK == 0
-        and shape.context * width < LARGEST_OFFSET
-    )
+    return shape.context % BLOCK.value == 0 and shape.context * width < LARGEST_OFFSET
 
 
 def attend_by_kernels(heads: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:

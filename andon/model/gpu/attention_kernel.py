@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from andon.model.gpu import attention
-
-BLOCK: Final = tl.constexpr(attention.BLOCK)
+BLOCK: Final = tl.constexpr(64)
+"""The queries, or keys, of one program."""
 LOG2E: Final = tl.constexpr(1.4426950408889634)
 
 
