@@ -2,7 +2,8 @@
 transformers model of the same shape.
 
 All contestants hold their models at the same time and take turns of a few steps, so that a card that grows warm slows
-all of them alike. MFU is the share of the card's peak that the model's own arithmetic takes (`run.mfu`).
+all of them alike. One that does not fit into memory next to the others is left out. MFU is the share of the card's peak
+that the model's own arithmetic takes (`run.mfu`).
 """
 
 import gc
@@ -11,12 +12,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 
 from andon.bench.kit.report import ratio, show
 from andon.bench.ranks.train import RandomBatches, make_optimizer, make_trainer
+from andon.engine.trainer import Trainer
 from andon.errors import UserError
 from andon.model.llama import Llama
 from andon.model.shape import CHEAP, SHAPES, Shape
@@ -26,7 +30,22 @@ from andon.transport.local import LocalGroup
 
 STEPS: Final = 4  # in a turn
 LR: Final = 1e-4
+WITHOUT_CHECKS: Final = "andon without checks"
 Step = Callable[[], Any]
+
+
+@dataclass
+class Contestant:
+    """One that takes turns with the others."""
+
+    is_deterministic: bool
+    step: Step
+    held: int
+    """Bytes that were allocated before its model was made."""
+    first_step_s: float
+    peak_gib: float
+    turns: list[float] = field(default_factory=list)
+    """Seconds of a step, in each turn."""
 
 
 @contextmanager
@@ -39,8 +58,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def andon_step(shape: Shape, batch: int, checks: bool, is_deterministic: bool, activation_memory: float) -> Step:
-    """The step of `andon train` on one GPU."""
+def andon_trainer(shape: Shape, batch: int, is_deterministic: bool, activation_memory: float) -> Trainer:
+    """The trainer of `andon train` on one GPU."""
     from andon.model.gpu.compiled import compile_model
 
     model = Llama(shape)
@@ -48,11 +67,18 @@ def andon_step(shape: Shape, batch: int, checks: bool, is_deterministic: bool, a
     model.to("cuda")
     model.compute = torch.bfloat16
     compile_model(model, is_deterministic, activation_memory)
-    trainer = make_trainer(
-        make_optimizer(model, LocalGroup(), Zero("off")), RandomBatches(shape, batch * shape.context, seed=1)
-    )
-    trainer.model.exchange.checks = checks
-    return trainer.train_step
+    batches = RandomBatches(shape, batch * shape.context, seed=1)
+    return make_trainer(make_optimizer(model, LocalGroup(), Zero("off")), batches)
+
+
+def andon_step(trainer: Trainer, checks: bool) -> Step:
+    """A step with or without its checks."""
+
+    def step() -> None:
+        trainer.model.exchange.checks = checks
+        trainer.train_step()
+
+    return step
 
 
 def transformers_step(shape: Shape, batch: int, compiled: bool) -> Step:
@@ -79,13 +105,14 @@ def transformers_step(shape: Shape, batch: int, compiled: bool) -> Step:
     return step
 
 
-def contestants(shape: Shape, batch: int) -> dict[str, tuple[bool, Callable[[], Step]]]:
-    """By name: whether torch must be deterministic, and a function that builds the step."""
+def makers(shape: Shape, batch: int) -> dict[str, tuple[bool, Callable[[], Step]]]:
+    """By name: whether torch must be deterministic, and a function that makes the step."""
+    default = cache(partial(andon_trainer, shape, batch, True, CHEAP))
     found: dict[str, tuple[bool, Callable[[], Step]]] = {
-        "andon": (True, lambda: andon_step(shape, batch, True, True, CHEAP)),
-        "andon without checks": (True, lambda: andon_step(shape, batch, False, True, CHEAP)),
-        "andon, all activations kept": (True, lambda: andon_step(shape, batch, True, True, 1.0)),
-        "the same, not deterministic": (False, lambda: andon_step(shape, batch, True, False, 1.0)),
+        "andon": (True, lambda: andon_step(default(), True)),
+        WITHOUT_CHECKS: (True, lambda: andon_step(default(), False)),
+        "andon, all activations kept": (True, lambda: andon_step(andon_trainer(shape, batch, True, 1.0), True)),
+        "the same, not deterministic": (False, lambda: andon_step(andon_trainer(shape, batch, False, 1.0), True)),
     }
     try:
         import transformers  # noqa: F401
@@ -105,51 +132,61 @@ def main(preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     shape, name = SHAPES[preset], torch.cuda.get_device_name()
     batch = max(1, tokens // shape.context)
-    steps: dict[str, tuple[bool, Step]] = {}
-    peak_gib, first_s = {}, {}
-    for who, (fixed, make) in contestants(shape, batch).items():
-        gc.collect()
-        torch.cuda.empty_cache()
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
+    entered: dict[str, Contestant] = {}
+    for who, (is_deterministic, make) in makers(shape, batch).items():
         try:
-            steps[who] = fixed, _started(fixed, make)
+            shares = entered["andon"] if who == WITHOUT_CHECKS else None
+            entered[who] = _enter(is_deterministic, make, shares)
         except torch.OutOfMemoryError:
-            if not steps:
-                what = f"{batch} windows do not fit into the GPU's memory"
-                raise UserError(what, name, "Try fewer --tokens") from None
-            print(f"{who}: left out, does not fit into memory next to the others; try fewer --tokens", file=sys.stderr)
-            continue
-        first_s[who] = time.perf_counter() - began
-        peak_gib[who] = (torch.cuda.max_memory_allocated() - held) / 2**30
-    seconds: dict[str, list[float]] = {who: [] for who in steps}
+            if not entered:
+                break
+            _leave_out(who)
     for _ in range(repetitions + 1):
-        for who, (fixed, step) in steps.items():
-            with deterministic(fixed):
-                step()
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                for _ in range(STEPS):
-                    step()
-                torch.cuda.synchronize()
-            seconds[who].append((time.perf_counter() - began) / STEPS)
-    rows = [_row(who, shape, batch, each[1:], seconds["andon"][1:], name) for who, each in seconds.items()]
-    for row in rows:
-        row |= {"peak_gib": peak_gib[row["who"]], "first_step_s": first_s[row["who"]]}
+        for who in list(entered):
+            try:
+                _take_turn(entered[who])
+            except torch.OutOfMemoryError:
+                del entered[who]
+                _leave_out(who)
+    if "andon" not in entered:
+        raise UserError(f"{batch} windows do not fit into the GPU's memory", name, "Try fewer --tokens")
+    rows = [_row(who, each, entered["andon"], shape, batch, name) for who, each in entered.items()]
     show(f"{preset}, {batch} windows of {shape.context} tokens, {name}, one GPU, bf16", rows, as_json)
 
 
-def _started(is_deterministic: bool, make: Callable[[], Step]) -> Step:
-    """Build a contestant's step and do it once, so that everything is compiled."""
+def _leave_out(who: str) -> None:
+    print(f"{who}: left out, does not fit into memory next to the others; try fewer --tokens", file=sys.stderr)
+
+
+def _enter(is_deterministic: bool, make: Callable[[], Step], shares: Contestant | None) -> Contestant:
+    """Make a contestant's step and do it once, so that everything is compiled; it may share another one's model."""
+    gc.collect()
+    held = shares.held if shares else torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
     with deterministic(is_deterministic):
         step = make()
         step()
         torch.cuda.synchronize()
-    return step
+    seconds, peak = time.perf_counter() - began, torch.cuda.max_memory_allocated() - held
+    return Contestant(is_deterministic, step, held, first_step_s=seconds, peak_gib=peak / 2**30)
 
 
-def _row(who: str, shape: Shape, batch: int, mine: list[float], andons: list[float], name: str) -> dict[str, Any]:
-    rate, peak = batch * shape.context / statistics.median(mine), peak_of(name)
-    used = mfu(shape, rate, peak) if peak else None
-    return {"who": who, "tokens_per_s": rate, "mfu": used, "andon_is_faster": ratio(mine, andons)}
+def _take_turn(contestant: Contestant) -> None:
+    """Do a step that is not measured, then some that are."""
+    gc.collect()
+    with deterministic(contestant.is_deterministic):
+        contestant.step()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            contestant.step()
+        torch.cuda.synchronize()
+    contestant.turns.append((time.perf_counter() - began) / STEPS)
+
+
+def _row(who: str, each: Contestant, andon: Contestant, shape: Shape, batch: int, name: str) -> dict[str, Any]:
+    turns, andons = each.turns[1:], andon.turns[1:]  # the first turn warms the card up
+    rate, peak = batch * shape.context / statistics.median(turns), peak_of(name)
+    row = {"who": who, "tokens_per_s": rate, "mfu": mfu(shape, rate, peak) if peak else None}
+    return row | {"andon_is_faster": ratio(turns, andons), "peak_gib": each.peak_gib, "first_step_s": each.first_step_s}
