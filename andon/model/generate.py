@@ -31,17 +31,16 @@ def sample(
 
 
 def _draw(model: Llama, rows: Tensor, length: int, temperature: float, seed: int) -> Iterator[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(rows.device).manual_seed(seed)
     cache, unseen = Cache(model, len(rows)), rows
     for _ in range(length):
         if cache.length + unseen.shape[1] > model.shape.context:
             # The context is full: continue from its later half.
             cache, unseen = Cache(model, len(rows)), rows[:, -(model.shape.context // 2) :]
-        logits = model.logits(unseen, cache)[:, -1].float().cpu()
+        logits = model.logits(unseen, cache)[:, -1].float()
         if temperature < COLDEST:
-            drawn = logits.argmax(-1, keepdim=True)
+            unseen = logits.argmax(-1, keepdim=True)
         else:
-            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-        unseen = drawn.to(rows.device)
+            unseen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         rows = torch.cat((rows, unseen), 1)
-        yield drawn[:, 0].tolist()
+        yield unseen[:, 0].tolist()
