@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 from andon.bench.kit.report import ratio, show
+from andon.errors import UserError
 from andon.numerics import AVX2, Numerics, kernels
 
 TOKENS = 512
@@ -57,9 +58,12 @@ def measure(preset: str, repetitions: int, kinds: Sequence[Numerics]) -> dict[st
             for kind, (stdin, stdout) in processes.items():
                 stdin.write("go\n")
                 stdin.flush()
-                took = float(stdout.readline())
+                line = stdout.readline()
+                if not line:
+                    cause = "The process that computes with them has ended"
+                    raise UserError(f"{kind} kernels cannot be measured", cause, "Try --numerics portable")
                 if turn >= WARM_UP:
-                    seconds[kind].append(took)
+                    seconds[kind].append(float(line))
     return seconds
 
 

@@ -13,6 +13,7 @@ from andon.errors import UserError
 from andon.numerics import kernels
 
 ATTEMPT = [sys.executable, "-m", "andon.cluster.bf16"]
+SECONDS = 120.0  # loading torch from a slow disk may take this long
 
 
 def check_bf16(config: RunSettings) -> None:
@@ -21,10 +22,15 @@ def check_bf16(config: RunSettings) -> None:
         return
     none, environment = subprocess.DEVNULL, os.environ | kernels(config.numerics)
     attempt = [*ATTEMPT, config.device]
-    code = subprocess.run(attempt, env=environment, stdin=none, stdout=none, stderr=none).returncode
-    if code < 0:
+    try:
+        code = subprocess.run(
+            attempt, env=environment, stdin=none, stdout=none, stderr=none, timeout=SECONDS
+        ).returncode
+        cause = f"A small step in bf16 was killed by {signal.Signals(-code).name}" if code < 0 else ""
+    except subprocess.TimeoutExpired:
+        cause = f"A small step in bf16 has not ended within {SECONDS:.0f} s"
+    if cause:
         what = f"train.precision = bf16 does not work on this CPU with {config.numerics} kernels"
-        cause = f"A small step in bf16 was killed by {signal.Signals(-code).name}"
         other = " or --numerics portable" if config.numerics == "native" else ""
         raise UserError(what, cause, f"Use --train.precision f32{other}")
 

@@ -23,6 +23,7 @@ from andon.transport.base import GroupError
 from andon.transport.keys import SERVER
 from andon.transport.tcp.entrance.tls import Tls
 
+START_SECONDS = 120.0  # loading torch from a slow disk may take this long
 ANSWER_SECONDS = 2.0
 
 
@@ -39,8 +40,7 @@ class StarProcess:
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
         token, secret, tls = self.credentials.token, self.credentials.secret.hex(), self.credentials.tls
         _send(process, {"token": token, "secret": secret, "tls": asdict(tls) if tls else None})
-        assert process.stdout is not None
-        process.stdout.readline()  # wait until it has loaded torch: later answers must be quick
+        _answer(process, START_SECONDS)  # wait until it has loaded torch: later answers must be quick
         return process
 
     def serve(self, generation: int, world_size: int) -> tuple[str, int]:
@@ -49,9 +49,7 @@ class StarProcess:
             self.close()
             self._process = self._start()
         _send(self._process, [generation, world_size])
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_SECONDS)
-        line = self._process.stdout.readline() if ready else ""
+        line = _answer(self._process, ANSWER_SECONDS)
         address = json.loads(line) if line else "Its process has ended, or does not answer"
         if isinstance(address, str):
             remedy = "Choose an address of this machine, or try --group.transport ring"
@@ -62,6 +60,13 @@ class StarProcess:
         """End the process."""
         self._process.kill()
         self._process.communicate()
+
+
+def _answer(process: subprocess.Popen[str], seconds: float) -> str:
+    """Its next line; empty if it has ended, or does not answer in time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], seconds)
+    return process.stdout.readline() if ready else ""
 
 
 def _send(process: subprocess.Popen[str], value: Any) -> None:

@@ -5,6 +5,8 @@ Each drill is a real training run of a very small model in a temporary folder, w
 """
 
 import json
+import re
+import select
 import subprocess
 import sys
 import tempfile
@@ -17,9 +19,12 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Column, Table
 
+from andon.errors import UserError
 from andon.transport.registry import TRANSPORTS
 
 WORKERS = 3
+RUN_SECONDS = 300.0
+START_SECONDS = 60.0
 SMALL = (
     "--model.vocab=300 --model.hidden=32 --model.layers=2 --model.heads=2 --model.kv_heads=1 --model.intermediate=48 "
     "--train.context=32 --train.micro_batch=2 --train.slots=6 --train.steps=8 --data.stories=300 --eval.stories=0 "
@@ -103,7 +108,10 @@ def _inject(each: Drill, transport: str) -> bool:
         if "buffer=" in each.fault:
             options.append("--zero.policy=off")  # every rank has the whole optimizer state, and can compare it
         command = [sys.executable, "-m", "andon", "train", *SMALL, *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
         file = run / "halt.json"
         halt = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         return each.passed(done.returncode, halt, done.stdout + done.stderr)
@@ -120,6 +128,11 @@ def _gradient_server(transport: str, folder: str) -> Iterator[list[str]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout
         try:
-            yield [f"--group.server={process.stdout.readline().split()[2]}"]
+            ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
+            found = re.search(r"\S+:\d+", process.stdout.readline() if ready else "")
+            if not found:
+                cause = "It has ended, or does not answer"
+                raise UserError("The gradient server cannot be started", cause, "Try `andon gradient-server` by itself")
+            yield [f"--group.server={found[0]}"]
         finally:
             process.kill()

@@ -12,6 +12,7 @@ import time
 
 SIZE_BYTES = 64 << 20
 REPETITIONS = 5
+START_SECONDS = 60.0
 
 
 def measure_bounds() -> dict[str, float]:
@@ -29,6 +30,7 @@ def _copy() -> float:
 
 def _duplex() -> float:
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(START_SECONDS)
         child = subprocess.Popen([sys.executable, "-m", "andon.bench.kit.bounds", str(listener.getsockname()[1])])
         with listener.accept()[0] as connection:
             seconds = _exchange(connection)
