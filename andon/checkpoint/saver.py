@@ -3,8 +3,8 @@
 At a save point every rank requests the save, and a background thread takes its snapshot during the next forward and
 backward. The rank's *status* of the save travels with the exchange that every step has anyway. A rank waits for its
 snapshot before it sends that status, so that no rank updates a weight before all snapshots are taken. All ranks receive
-the same statuses at the same step and move through the same phases: once they are synced, a second thread, of the
-lowest priority, writes this rank's files, and rank 0 publishes the checkpoint when all files are written.
+the same statuses at the same step, so all are in the same phase. When they are synced, a second thread of the lowest
+priority writes this rank's files. When all files are written, rank 0 publishes the checkpoint.
 
 A save that fails is tried again once, from the same snapshot; then it is given up, which never touches an earlier
 checkpoint. Where no further step carries the statuses (the last step, Ctrl-C, a halt, a second save point during a

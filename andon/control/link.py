@@ -51,7 +51,7 @@ TAG: Final = 0x10
 FILE_TAG: Final = 0x11
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_WAITING_BYTES: Final = 8 << 20
-"""Bytes that may wait for a peer that does not read; with more it is dropped."""
+"""Most bytes that wait for a peer that does not read; with more the peer is dropped."""
 HEARTBEAT: Final = 1.0
 """Seconds between `alive` messages."""
 DEAD_AFTER: Final = 5.0

@@ -3,8 +3,8 @@
 They compare before the update, before a difference can spread. With ZeRO a flipped bit in the part that a rank owns
 would otherwise reach every rank with the next gather, and no comparison could find it.
 
-Each *cell* of a buffer (1,024 elements) is read as 64-bit integers and summed, so that any flipped bit changes its sum;
-a unit's fingerprint is a hash of its cell sums: one pass at the speed of memory. The facts of the step (its number, the
+Each *cell* of a buffer (1,024 elements) is read as 64-bit integers and summed, so any flipped bit changes its sum. A
+unit's fingerprint is a hash of its cell sums; it takes one pass over the memory. The facts of the step (its number, the
 learning rate, the configuration) have a fingerprint, too. With three ranks or more, the majority shows which rank is
 wrong.
 """

@@ -5,8 +5,8 @@ bounds on cells) or whole units (`round_robin`, `contiguous`). Each rank receive
 keeps their optimizer state and updates them; then the weights are gathered. The bits of a part do not depend on the
 rank that computes them, so the answer is the same.
 
-With `replicas` = 2 the next rank keeps and updates a copy of each rank's state, so that no state is lost with one rank;
-then every rank needs the whole gradient, which costs an all-reduce.
+With `replicas` = 2 the next rank keeps and updates a copy of each rank's state, so the loss of one rank loses no state.
+The cost: every rank needs the whole gradient, an all-reduce.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The plan of a run: its memory and traffic, calculated before torch is loaded.
 
-Memory is the peak of one worker in a step, with shared memory divided among the workers that share it (under Linux the
-*proportional set size*, PSS, of its process), and the copies that it keeps from its first save on: its share of the
-moments, and on rank 0 the weights. The arithmetic is exact except for two figures, measured on Linux with torch 2.13's
-CPU build: the memory of torch and Andon without a model, and how much more than the live tensors the C library's
-allocator holds. On a GPU compiled blocks keep less, in bf16, and only a part of the logits; the program and the copies
-are in the host's memory.
+Memory is the peak of one worker in a step. Shared memory is divided among the workers that share it, as in the
+*proportional set size* (PSS) of a process. From its first save on a worker also keeps copies: its share of the moments,
+and on rank 0 the weights. The arithmetic is exact except for two figures, measured with torch 2.13's CPU build: the
+memory of torch and Andon without a model, and how much more than the live tensors the C library's allocator holds. On a
+GPU compiled blocks keep less, in bf16, and only a part of the logits; the program and the copies are in the host's
+memory.
 
 Traffic is what one rank sends in a step, on average over the ranks; in shared memory, what it moves between its own
 memory and that of others. Norms and fingerprints are left out: they are less than a thousandth.

@@ -1,12 +1,12 @@
 """A barrier in shared memory that is quick when the wait is short and idle when it is long.
 
 Every rank has a *line*: 64 bytes of shared memory that only it writes, with a counter of the barriers at which it has
-arrived. A rank is *late* while its counter still shows the previous barrier. A rank that waits for a late one first
-polls its counter, yielding the core in between (the late rank may need this very core), for somewhat longer than going
-to sleep and waking up would take; with less, two ranks fall into a rhythm in which each sleeps while the other wakes.
-Then it sleeps in the kernel on the counter of the late rank (a futex). A rank that arrives wakes the others only if one
-of them sleeps. Sleepers check several times a second whether a late peer has died (its pidfd becomes readable, also for
-a zombie), has left, or has timed out.
+arrived. A rank is *late* while its counter still shows the previous barrier. A rank that waits first polls the late
+rank's counter. Between polls it yields the core, which the late rank may need. It polls for somewhat longer than going
+to sleep and waking up take: with less, two ranks fall into a rhythm in which each sleeps while the other wakes. Then it
+sleeps in the kernel on the counter of the late rank (a futex). A rank that arrives wakes the others only if one of them
+sleeps. Sleepers check several times a second whether a late peer has died (its pidfd becomes readable, also for a
+zombie), has left, or has timed out.
 """
 
 import mmap

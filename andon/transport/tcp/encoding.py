@@ -1,8 +1,8 @@
 """How values are sent over a network, unchanged or rounded to bf16, and how they are added on arrival.
 
-All arithmetic runs on one thread. A transport works in the background of a computation that uses the cores; a torch
-operation on many elements would wake torch's other threads and wait for all of them, which on busy cores takes longer
-than the work itself. numpy has no threads, and torch stays on one below GRAIN_ELEMENTS.
+All arithmetic runs on one thread, because a transport works in the background of a computation. A torch operation on
+many elements wakes torch's other threads and waits for them; on cores that are busy with the computation, that takes
+longer than the work. numpy has no threads, and torch uses one below GRAIN_ELEMENTS.
 """
 
 from collections.abc import Iterable, Iterator

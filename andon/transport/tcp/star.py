@@ -1,9 +1,8 @@
 """The star: every rank exchanges with one server, which adds in the one order and sends the results.
 
-A rank announces an operation and then sends its values and receives results at the same time, piece by piece
-(`andon.transport.tcp.star_pipeline` defines which rank sends and receives which): piece k comes back while piece k + 1
-is being added and piece k + 2 is being sent. So neither end holds more than a few pieces, whatever the length of the
-vector.
+A rank announces an operation. Then it sends values and receives results at the same time, piece by piece: piece k
+comes back while the server adds piece k + 1 and receives piece k + 2. `andon.transport.tcp.star_pipeline` defines which
+rank sends and receives which piece. Neither end holds more than a few pieces, whatever the length of the vector.
 """
 
 import socket
