@@ -51,8 +51,8 @@ def is_finite(values: Tensor) -> bool:
 def blame_after_reduce(group: Group, ownership: Ownership, rows: Tensor, total: Tensor) -> list[tuple[int, str]]:
     """(rank, unit) of every contribution that was not finite, from rows that the reduce has preserved.
 
-    The reduce has overwritten one thing: the owner's part of its own first row now holds the sum. If that sum is bad and no other
-    contribution to the part is, the owner's contribution was bad."""
+    The reduce has overwritten one thing: the owner's part of its own first row now holds the sum. If that sum is
+    bad and no other contribution to the part is, the owner's contribution was bad."""
     rank, units = group.rank, ownership.layout.units
     bad: list[tuple[int, int]] = []
     bad_sums: list[int] = []

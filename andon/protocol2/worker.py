@@ -6,8 +6,8 @@ worker may send a second gradient while the first one waits; then it is not read
 A worker of another implementation never sends a heartbeat and may compute for minutes: the kernel's keepalive and user
 timeout detect a host that is gone. An Andon worker (`andon.protocol2.wire.extension`) sends heartbeats, so its silence
 counts. In either case a frame that has begun must make progress, in both directions. A worker that computes does not
-read; its messages wait in the kernel. Only bytes that do not fit there have a deadline. A short message does not shorten
-the deadline of the mean before it.
+read; its messages wait in the kernel. Only bytes that do not fit there have a deadline. A short message does not
+shorten the deadline of the mean before it.
 """
 
 import socket
