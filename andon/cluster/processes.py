@@ -74,6 +74,8 @@ class Workers:
         self.processes: dict[int, Process] = {}
         self._late: set[int] = set()
         """The process ids of workers that came too late to take part, and were killed."""
+        self.killed: set[int] = set()
+        """The process ids of other workers that a signal has ended."""
         self._threads: dict[int, threading.Thread] = {}
 
     def start(self, count: int) -> None:
@@ -121,6 +123,8 @@ class Workers:
                 if time.monotonic() < until:
                     continue
                 return worst([*codes.values(), *coordinator.codes] or [EXIT_USER_ERROR])
+            if code < 0 and process.pid not in self._late:
+                self.killed.add(process.pid)
             if process.pid in self._late:
                 codes[number] = 0
             elif process is self.processes[number] and not self._restart(number, code, coordinator):

@@ -58,6 +58,7 @@ class Optimizer(torch.optim.Optimizer):
         self.before_end: Callable[[], None] = lambda: None
         """Called by `model.steps` after the last step, on all ranks together."""
         model.optimizer = self
+        model.gather.on_failure = self._gather_failed
         self.rule = self.rule_type(model.arena, *self._assign_parts())
         self.facts = ""
         """What the ranks must agree on besides their bits: configuration, data."""
@@ -78,7 +79,8 @@ class Optimizer(torch.optim.Optimizer):
         """What `andon.save` and `andon.load` keep for it."""
         self.passengers: list[Passenger] = [self.stop, self.change, self.shrink]
         self._fingerprints = Fingerprints(model.arena, self.compared_state)
-        self._clip = 0.0
+        self._clip, self._options = 0.0, self.options
+        """Of the step that began last. A late verdict is carried out with them: `lr` may have changed since."""
 
     def step(self, clip: float = 0.0) -> Totals:  # type: ignore[override]
         """End a step: agree with all ranks, halt if something is wrong, and only then update.
@@ -86,8 +88,10 @@ class Optimizer(torch.optim.Optimizer):
         `clip` is the largest norm of the mean gradient; 0: it is not clipped."""
         if not isinstance(clip, int | float):
             raise TypeError("step takes no closure: `clip` is the largest norm of the gradient")
-        if self.failure:
-            raise self.failure
+        if self.failure:  # of the gather that forward waited for
+            if not self.goes_on:
+                raise self.failure
+            return self._not_committed()
         before = self.commit.step
         try:
             return self._step(clip)
@@ -100,13 +104,23 @@ class Optimizer(torch.optim.Optimizer):
             self.failure = failure
             if self.commit.step > before:  # only the gather failed: the step is done, and is not repeated
                 return replace(Totals.of(self.commit.verdict[0]), gathered=False)
-            self.before_redo()
-            return Totals(math.nan, 0, math.nan, committed=False)
+            return self._not_committed()
+
+    def _not_committed(self) -> Totals:
+        """A worker was lost before the verdict on the step: it is repeated."""
+        self.before_redo()
+        return Totals(math.nan, 0, math.nan, committed=False)
+
+    def _gather_failed(self, failure: GroupError) -> None:
+        """Forward has no weights, because a worker was lost in the gather: the step that it begins is repeated."""
+        if not self.goes_on:
+            raise failure
+        self.failure = failure
 
     def _step(self, clip: float) -> Totals:
         model, step = self.model, self.progress.step + 1
         self.commit.begin()
-        self._clip = clip
+        self._clip, self._options = clip, self.options
         with model.phases("fingerprint"):  # while the last units are exchanged
             fingerprints = b""
             if model.exchange.checks and model.membership.world_size > 1:
@@ -168,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
         count, most = (torch.full((), number, dtype=torch.float64, device=measured.device) for number in numbers)
         scale = count * (measured[-1] / count / most).clamp(min=1.0) if self._clip else count
         gate = ~torch.isfinite(measured).all()
-        self.rule.update_unless(gate, self.model.gradients.rows[0], scale, self.options)
+        self.rule.update_unless(gate, self.model.gradients.rows[0], scale, self._options)
         return reading
 
     def _update(self, totals: Totals, updated: bool) -> None:
@@ -177,7 +191,7 @@ class Optimizer(torch.optim.Optimizer):
             assert updated == totals.sound, f"{totals} was updated ahead of its verdict: {updated}"
         elif updated:
             scale = max(1, totals.tokens) * max(1.0, totals.norm / self._clip if self._clip else 1.0)
-            self.rule.update(self.model.gradients.rows[0], scale, self.options)
+            self.rule.update(self.model.gradients.rows[0], scale, self._options)
         self.model.end_step(totals.loss, totals.tokens, updated)
 
     def _gather(self) -> None:

@@ -146,10 +146,11 @@ class DataParallel(nn.Module):
         """Backward of the next slot's loss, which is the mean over its `count` tokens (or samples), or their sum.
 
         A step's gradient is the mean over all tokens of all its slots, on every rank."""
-        if self._slot is not None and self._slot == self.gradients.next_slot:
-            self.buffers_of_step.note(self._slot)
-        count = int(count)
-        self.gradients.backward(loss * count if reduction == "mean" else loss, count)
+        if not (self.optimizer and self.optimizer.failure):  # then forward had no weights, and the step is repeated
+            if self._slot is not None and self._slot == self.gradients.next_slot:
+                self.buffers_of_step.note(self._slot)
+            count = int(count)
+            self.gradients.backward(loss * count if reduction == "mean" else loss, count)
         self.buffers_of_step.restore()
 
     def close(self) -> None:

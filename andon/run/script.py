@@ -148,6 +148,7 @@ class ScriptCheckpoints:
 
     def load(self) -> int:
         """Load the newest good checkpoint; returns the number of the next step."""
+        self.checkpointer.finish()  # a save in progress is the newest
         locked = self._locked
         found = find_on_rank_0(self.optimizer.model.group, lambda: locked.resume_from("auto") if locked else None)
         for note in locked.notes if locked else ():

@@ -28,6 +28,8 @@ class ChangingGroup(Group):
 
     def __init__(self, now: Group, go_on: GoOn, report: Report, went_back: WentBack, joins: bool) -> None:
         self.go_on, self.report, self.went_back, self.joins = go_on, report, went_back, joins
+        self.loops = 0
+        """The number of loops (`model.steps`) that the script has begun."""
         self.become(now)
 
     def become(self, now: Group) -> None:

@@ -31,15 +31,13 @@ from tests.membership.test_goes_on import (
     OFF,
     TWICE,
     UNTIMED,
-    assert_ended_alike,
     members_of,
     run_of,
-    script_that_dies,
     steps_after,
-    undisturbed_script,
     wait_for,
     wait_for_newest,
 )
+from tests.membership.test_scripts_go_on import assert_ended_alike, script_that_dies, undisturbed_script
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants import Mutant
 
 MODEL = "membership/test_generations.py::test_every_interleaving_keeps_the_promises"
+SCRIPTS = "membership/test_scripts_go_on.py"
 GOES_ON = "membership/test_goes_on.py::test_a_killed_worker_comes_back_and_the_answer_stays"
 
 MUTANTS = [
@@ -126,7 +127,7 @@ MUTANTS = [
         "run/script.py",
         "        checkpoints.undo()  # before new members copy options and schedule\n",
         "        checkpoints._before_redo = None\n",
-        ("membership/test_goes_on.py::test_a_script_survives_the_loss_of_a_worker",),
+        (f"{SCRIPTS}::test_a_script_survives_the_loss_of_a_worker",),
     ),
     Mutant(
         "script-goes-on-without-its-state",
@@ -134,7 +135,7 @@ MUTANTS = [
         "run/script.py",
         "    if any(optimizer.model.group.all_gather_json(optimizer.commit.step)):",
         "    if checkpoints is None:",
-        ("membership/test_goes_on.py::test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint",),
+        (f"{SCRIPTS}::test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint",),
     ),
     Mutant(
         "last-save-is-not-repeated",
@@ -142,7 +143,7 @@ MUTANTS = [
         "run/script.py",
         "        optimizer.before_end = self._finish_saves\n",
         "",
-        ("membership/test_goes_on.py::test_a_worker_that_dies_in_the_save_of_the_last_step_does_not_end_the_run",),
+        (f"{SCRIPTS}::test_a_worker_that_dies_in_the_save_of_the_last_step_does_not_end_the_run",),
     ),
     Mutant(
         "dead-nursery-is-asked",
@@ -200,9 +201,7 @@ MUTANTS = [
         "engine/optimizer.py",
         "if self.commit.step > before:",
         "if self.commit.step < before:",
-        (
-            "membership/test_goes_on.py::test_a_step_that_is_committed_when_a_worker_dies_counts_for_its_schedule_and_is_saved",
-        ),
+        (f"{SCRIPTS}::test_a_step_that_is_committed_when_a_worker_dies_counts_for_its_schedule_and_is_saved",),
     ),
     Mutant(
         "interrupted-save-forgotten",
@@ -210,6 +209,65 @@ MUTANTS = [
         "checkpoint/checkpointer.py",
         "if self._saver.saved < self.asked <= step or",
         "if self.asked == step or",
-        ("membership/test_goes_on.py::test_a_save_that_the_loss_of_a_worker_interrupts_is_made_afterwards",),
+        (f"{SCRIPTS}::test_a_save_that_the_loss_of_a_worker_interrupts_is_made_afterwards",),
+    ),
+    Mutant(
+        "lost-gather-ends-the-script",
+        "A script ends if a worker is lost in the gather for which forward waits.",
+        "engine/optimizer.py",
+        "        model.gather.on_failure = self._gather_failed\n",
+        "",
+        (f"{SCRIPTS}::test_a_forward_that_waits_for_the_weights_of_a_lost_worker_belongs_to_a_step_that_is_repeated",),
+    ),
+    Mutant(
+        "forward-without-weights-counts",
+        "Backward of a forward that had no weights is exchanged.",
+        "engine/parallel.py",
+        "if not (self.optimizer and self.optimizer.failure):",
+        "if True:",
+        (f"{SCRIPTS}::test_a_forward_that_waits_for_the_weights_of_a_lost_worker_belongs_to_a_step_that_is_repeated",),
+    ),
+    Mutant(
+        "late-verdict-with-todays-options",
+        "A late verdict is carried out with the learning rate of the next step.",
+        "engine/optimizer.py",
+        "            self.rule.update(self.model.gradients.rows[0], scale, self._options)",
+        "            self.rule.update(self.model.gradients.rows[0], scale, self.options)",
+        ("engine/test_agreement.py::test_a_late_verdict_is_carried_out_with_the_learning_rate_of_its_step",),
+    ),
+    Mutant(
+        "joins-with-another-script",
+        "A worker that computes something else than the others joins them.",
+        "cluster/scripts/group.py",
+        "if group.joins and (other :=",
+        "if group.joins is None and (other :=",
+        (
+            f"{SCRIPTS}::test_a_worker_whose_script_has_changed_does_not_join",
+            f"{SCRIPTS}::test_a_worker_takes_part_again_only_in_the_loop_that_it_has_reached",
+        ),
+    ),
+    Mutant(
+        "killed-at-the-end-is-done",
+        "A script whose worker was killed after the last step has succeeded.",
+        "cluster/scripts/run.py",
+        "    elif incomplete:\n",
+        "    elif incomplete is None:\n",
+        (f"{SCRIPTS}::test_a_worker_that_is_killed_after_the_last_step_is_an_error",),
+    ),
+    Mutant(
+        "load-passes-over-a-save",
+        "andon.load does not wait for the save in progress, which is the newest.",
+        "run/script.py",
+        "        self.checkpointer.finish()  # a save in progress is the newest\n",
+        "",
+        (f"{SCRIPTS}::test_a_script_may_load_an_earlier_checkpoint_in_its_loop",),
+    ),
+    Mutant(
+        "repeated-steps-are-not-recorded",
+        "Steps after a return to an earlier checkpoint are missing in a script's ledger.",
+        "engine/recovery/steps.py",
+        "            reported = min(reported, progress.step - 1)  #",
+        "            #",
+        (f"{SCRIPTS}::test_a_script_may_load_an_earlier_checkpoint_in_its_loop",),
     ),
 ]

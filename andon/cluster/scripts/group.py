@@ -4,11 +4,17 @@ A worker that replaces a lost one runs the script from its first line, alone, an
 loop begins (`model.steps`). Only then is it ready, so that the others do not wait for it before.
 """
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from andon.control.worker.client import CoordinatorClient
 from andon.engine.membership import Membership
+from andon.errors import UserError
+from andon.run.records.events import event
 from andon.run.script import enter_generation, leave_generation
 from andon.transport.base import SOMEONE, Group, GroupError, Settings
 from andon.transport.changing import ChangingGroup
@@ -22,6 +28,7 @@ class ScriptWorker:
     def __init__(self, client: CoordinatorClient, settings: Settings, joins: bool) -> None:
         self.client, self.settings = client, settings
         self._is_member = not joins
+        self._script = blake3(Path(sys.argv[0]).read_bytes()).hexdigest()
         first = LocalGroup(settings.wire) if joins else self._open()
         self.group = ChangingGroup(first, self.go_on, client.report, client.went_back, joins)
         self.group.stop_wanted, self.group.change_wanted = client.stop.is_set, client.change.is_set
@@ -33,6 +40,27 @@ class ScriptWorker:
         group.generation = client.keys.generation if client.keys else 0
         client.watch(group)
         return group
+
+    def _compare(self, optimizer: Any) -> None:
+        """A worker that joins leaves the run if it would compute something else than the members."""
+        group, model = self.group, optimizer.model
+        units = model.arena.layout.units
+        mine = {
+            "script": self._script,
+            "loop over steps": group.loops,
+            "number of slots": model.membership.order.slots,
+            "seed": model.seed,
+            "set of parameters": blake3(repr([(unit.name, unit.sizes) for unit in units]).encode()).hexdigest(),
+            "value of parameters that are not trained": model.frozen,
+        }
+        everyone = group.all_gather_json([group.joins, mine])
+        theirs = next((fields for joins, fields in everyone if not joins), mine)
+        if group.joins and (other := [name for name, value in mine.items() if theirs[name] != value]):
+            what = f"A worker that was started again cannot join: it has another {' and another '.join(other)}"
+            cause = "The script or its files have changed since the start, or the others are in a later loop"
+            self.client.emit(event("note", text=f"{what}. {cause}"))
+            self.client.close()
+            raise UserError(what, cause, "The others go on. To use what has changed, stop the run and start it again")
 
     def go_on(self, optimizer: Any, why: Exception | None) -> None:
         """Leave the group, if there is one, and enter the next generation; `GroupError` if there is none."""
@@ -55,6 +83,7 @@ class ScriptWorker:
             self._is_member = True
             try:
                 group.become(self._open())
+                self._compare(optimizer)
                 recovery = optimizer.enter(Membership.of(group, slots), client.recorded)
                 enter_generation(optimizer, recovery)
             except GroupError as failure:

@@ -72,11 +72,17 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         save_on_signal(stop, workers.quit)
         workers.start(count)
         code = workers.wait(coordinator)
+        incomplete = workers.killed & coordinator.succession.processes  # no later generation has done its work
     if workers.was_quit:
         raise UserError(f"{script.name} was ended at once", "A second Ctrl-C", "What it saved before is intact")
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         what = f"{workers.first_failure} ended {script.name} with exit code {code}"
         show_error(console, UserError(what, _last_line(workers, logs), f"Look at {logs}"))
+    elif incomplete:
+        cause = "What it does after the last step may be missing"
+        raise UserError(
+            f"A worker of {script.name} was killed after the last step", cause, "Run the same command again"
+        )
     return code
 
 

@@ -6,7 +6,7 @@ unit's forward waits for its unit only, so that the gather continues while forwa
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from andon.engine.gradients.arena import Arena
 from andon.engine.membership import Membership
 from andon.optim.sharding import Ownership
+from andon.transport.base import GroupError
 
 
 class Gather:
@@ -23,6 +24,8 @@ class Gather:
         self.arena, self._overlap = arena, False
         self.enter(membership, thread)
         arena.wait_for_weights = self.wait
+        self.on_failure: Callable[[GroupError], None] = _raise
+        """Called when forward waits for a gather that has failed."""
 
     def enter(self, membership: Membership, thread: Executor) -> None:
         """Gather over another group, and forget the gathers of the last one."""
@@ -66,7 +69,13 @@ class Gather:
                 task.result()
 
     def _wait_before(self, module: nn.Module, units: list[int]) -> None:
-        module.register_forward_pre_hook(lambda *_: self._wait(units))
+        def before_forward(*_: object) -> None:
+            try:
+                self._wait(units)
+            except GroupError as failure:
+                self.on_failure(failure)
+
+        module.register_forward_pre_hook(before_forward)
 
     def _gather(self, ownership: Ownership, index: int, before: Future[None] | None = None) -> None:
         if before is not None:
@@ -74,3 +83,7 @@ class Gather:
         assert ownership.bounds is not None
         unit = self.arena.layout.units[index]
         self.membership.group.all_gather(self.arena.buffer[unit.start : unit.stop], ownership.bounds[index])
+
+
+def _raise(failure: GroupError) -> None:
+    raise failure

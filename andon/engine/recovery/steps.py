@@ -33,6 +33,8 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
     progress, group = optimizer.progress, optimizer.model.membership.group
     offset = start - progress.step
     changing = group if isinstance(group, ChangingGroup) else None
+    if changing:
+        changing.loops += 1
     optimizer.goes_on = changing is not None
     reported = progress.step
 
@@ -64,6 +66,7 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
                     raise RuntimeError(
                         f"step {before + offset} was not ended: call optimizer.step() once in every step"
                     )
+            reported = min(reported, progress.step - 1)  # the script may have loaded an earlier checkpoint
             report(progress.step - 1)  # a rank takes part in a step only after it has committed the one before
             if changing and (optimizer.failure or optimizer.change.agreed):
                 failure, optimizer.failure = optimizer.failure, None

@@ -1,0 +1,249 @@
+"""Scripts of `andon run` that go on: workers die and come back, and the answer is that of the undisturbed script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.runs import andon, finish, start, workers_of
+from tests.membership.test_goes_on import wait_for
+
+SCRIPT = """
+import sys
+import time
+import torch
+import torch.nn.functional as F
+from torch import nn
+import andon
+
+group = andon.init(seed=1)
+body = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 4)]
+model = andon.DataParallel(nn.Sequential(*body), group, slots=6)
+optimizer = andon.AdamW(model, lr=1e-2, zero=sys.argv[2])
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.95)
+start = andon.load("mine", model, optimizer, scheduler)
+for step in model.steps(start, int(sys.argv[1])):
+    for slot in model.slots:
+        y = torch.randint(4, (16,))
+        model.backward(F.cross_entropy(model(torch.randn(16, 8) + y[:, None]), y), count=16)
+    optimizer.step(clip=1.0)
+    scheduler.step()
+    if step % 10 == 9:
+        andon.save("mine", model, optimizer, step, scheduler)
+    if group.rank == 0:
+        print(step, file=open("steps", "a"))
+    time.sleep(float(sys.argv[3]))
+if group.rank == 0:
+    print(andon.digest(model), file=open("digest", "w"))
+group.close()
+"""
+
+
+DIES = """
+import os
+import threading
+reached = threading.Event()
+def die(place, step):
+    if step >= WAITS_FOR:
+        reached.set()
+    if (place, step, group.rank) == FAULT and not os.path.exists("died"):
+        reached.wait(60)
+        open("died", "w").close()
+        os.kill(os.getpid(), 9)
+    if 0 < WAITS_FOR < step and group.rank == FAULT[2] and not os.path.exists("died"):
+        time.sleep(60)
+model.phases.on_enter = die
+for step in model.steps"""
+
+
+def script_that_dies(folder: Path, place: str, step: int, rank: int, waits_for: int = 0) -> None:
+    """Write `SCRIPT` so that a rank kills itself, once, at a place of a step; a save first waits for a later step."""
+    folder.mkdir()
+    dies = DIES.replace("WAITS_FOR", str(waits_for)).replace("FAULT", repr((place, step, rank)))
+    (folder / "mine.py").write_text(SCRIPT.replace("\nfor step in model.steps", dies))
+
+
+def undisturbed_script(folder: Path, steps: int) -> None:
+    """Run `SCRIPT` on one worker."""
+    folder.mkdir()
+    (folder / "mine.py").write_text(SCRIPT)
+    code, output = andon("run", "--workers=1", "mine.py", str(steps), "even", "0", cwd=folder)
+    assert code == 0, output
+
+
+def assert_ended_alike(folder: Path, undisturbed: Path, steps: int) -> None:
+    """Weights, buffers and the saved schedule are those of the undisturbed script."""
+    assert (folder / "digest").read_text() == (undisturbed / "digest").read_text()
+    saved, wanted = (
+        json.loads((each / "mine" / "checkpoints" / f"checkpoint-{steps}" / "state.json").read_text())
+        for each in (folder, undisturbed)
+    )
+    assert saved | {"world_size": 1} == wanted
+
+
+@pytest.mark.parametrize("step", [22, 30])
+def test_a_step_that_is_committed_when_a_worker_dies_counts_for_its_schedule_and_is_saved(
+    tmp_path: Path, step: int
+) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 30)
+    # Rank 1 dies when all know the verdict: the others update, and miss it in the gather. It owns no weight here.
+    script_that_dies(run, "optimizer", step, rank=1)
+    code, output = andon("run", "--workers=3", "mine.py", "30", "even", "0", cwd=run)
+    assert code == 0 and "was lost" in output and (run / "died").exists(), output
+    assert (run / "steps").read_text() == (alone / "steps").read_text(), "no step is repeated"
+    assert_ended_alike(run, alone, 30)
+
+
+def test_a_forward_that_waits_for_the_weights_of_a_lost_worker_belongs_to_a_step_that_is_repeated(
+    tmp_path: Path,
+) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 30)
+    script_that_dies(run, "optimizer", 22, rank=1)
+    script = (run / "mine.py").read_text()
+    (run / "mine.py").write_text(script.replace("slots=6", "slots=6, overlap_gather=True"))
+    code, output = andon("run", "--workers=3", "mine.py", "30", "even", "0", cwd=run)
+    assert code == 0 and "was lost" in output and (run / "died").exists(), output
+    assert_ended_alike(run, alone, 30)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_worker_that_dies_in_the_first_step_makes_no_checkpoint_of_the_first_weights(
+    tmp_path: Path, rank: int
+) -> None:
+    """Rank 2 owns the state of all weights, which nobody needs before a step is committed."""
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 20)
+    script_that_dies(run, "exchange", 1, rank)
+    code, output = andon("run", "--workers=3", "mine.py", "20", "even", "0", cwd=run)
+    assert code == 0 and "was lost" in output, output
+    assert min(saved_steps(run)) >= 10  # later, if the new worker joins then
+    assert_ended_alike(run, alone, 20)
+
+
+def test_the_ledger_of_a_script_goes_on_through_a_resume_and_a_return_to_a_checkpoint(tmp_path: Path) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 40)
+    script_that_dies(run, "exchange", 26, rank=2)  # it owns the state of all weights
+    for steps in ("20", "40"):
+        code, output = andon("run", "--workers=3", "mine.py", steps, "even", "0", cwd=run)
+        assert code == 0, output
+    assert "was lost" in output
+    assert_ended_alike(run, alone, 40)
+    assert returns_in_ledger(run, 40) == [0, 20, 20], "the second start loads a checkpoint, and goes back to it"
+
+
+def test_a_script_may_load_an_earlier_checkpoint_in_its_loop(tmp_path: Path) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 30)
+    run.mkdir()
+    again = "start = andon.load('mine', model, optimizer, scheduler)"
+    loads = f"    if step == 25 and start == 0:\n        {again}\n        continue\n"
+    (run / "mine.py").write_text(SCRIPT.replace("    if step % 10", loads + "    if step % 10"))
+    code, output = andon("run", "--workers=2", "mine.py", "30", "even", "0", cwd=run)
+    assert code == 0, output
+    assert returns_in_ledger(run, 30) == [20]
+    assert_ended_alike(run, alone, 30)
+
+
+def test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint(tmp_path: Path) -> None:
+    script_that_dies(tmp_path / "run", "exchange", 5, rank=2)  # it owns the state of all weights
+    code, output = andon("run", "--workers=3", "mine.py", "30", "even", "0", cwd=tmp_path / "run")
+    assert code == 1 and "The run cannot go on" in output and "there is no checkpoint" in output, output
+    assert not (tmp_path / "run" / "mine" / "checkpoints").exists() or not saved_steps(tmp_path / "run")
+
+
+def test_a_worker_that_dies_in_the_save_of_the_last_step_does_not_end_the_run(tmp_path: Path) -> None:
+    script_that_dies(tmp_path / "run", "write", 20, rank=0)
+    code, output = andon("run", "--workers=3", "mine.py", "20", "off", "0", cwd=tmp_path / "run")
+    assert code == 0 and (tmp_path / "run" / "died").exists(), output
+    assert saved_steps(tmp_path / "run") == [10, 20]
+
+
+def test_a_save_that_the_loss_of_a_worker_interrupts_is_made_afterwards(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    script_that_dies(run, "wrote", 10, rank=0, waits_for=12)  # step 11 is committed then
+    code, output = andon("run", "--workers=3", "mine.py", "19", "off", "0", cwd=run)
+    assert code == 0 and "was lost" in output, output
+    assert saved_steps(run)[-1] > 10
+
+
+def ledger_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the ledger of `SCRIPT`."""
+    return [json.loads(line) for line in (folder / "runs" / "mine" / "ledger.jsonl").read_text().splitlines()]
+
+
+def returns_in_ledger(folder: Path, steps: int) -> list[int]:
+    """The steps to which `SCRIPT` has gone back, if every other line of its ledger is the step that follows."""
+    step, returns = 0, []
+    for line in ledger_of(folder):
+        if "step" in line:
+            assert line["step"] == step + 1
+        step = line.get("step", line.get("back", step))
+        returns += [step] if "back" in line else []
+    assert step == steps
+    return returns
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps that a script has saved, in order."""
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in (folder / "mine" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("zero", "victim"), [("off", 0), ("even", 1)])
+def test_a_script_survives_the_loss_of_a_worker(tmp_path: Path, zero: str, victim: int) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    for folder in (alone, run):
+        folder.mkdir()
+        (folder / "mine.py").write_text(SCRIPT)
+    code, output = andon("run", "--workers=1", "mine.py", "150", zero, "0", cwd=alone)
+    assert code == 0, output
+    process = start("run", "--workers=3", "mine.py", "150", zero, "0.02", cwd=run)
+    wait_for(process, lambda: (run / "steps").exists() and len((run / "steps").read_text().splitlines()) > 20)
+    workers_of(process)[victim].kill()
+    output = finish(process)
+    assert process.returncode == 0 and "was lost" in output and "is started again" in output, output
+    assert (run / "digest").read_text() == (alone / "digest").read_text()
+    assert [len(line["hosts"]) for line in ledger_of(run) if "hosts" in line][0::2] in ([3, 3], [3])
+
+
+def test_a_worker_that_is_killed_after_the_last_step_is_an_error(tmp_path: Path) -> None:
+    dies = "import os\nif group.rank == 1:\n    os.kill(os.getpid(), 9)\ngroup.close()\n"
+    (tmp_path / "mine.py").write_text(SCRIPT.replace("group.close()\n", dies))
+    code, output = andon("run", "--workers=3", "mine.py", "10", "off", "0", cwd=tmp_path)
+    assert code == 1 and "A worker of mine.py was killed after the last step" in output, output
+
+
+def test_a_worker_whose_script_has_changed_does_not_join(tmp_path: Path) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 40)
+    script_that_dies(run, "exchange", 12, rank=1)
+    changes = (
+        "if group.rank == 1 and not group.joins:\n    open('mine.py', 'a').write('# changed')\nfor step in model.st"
+    )
+    script = (run / "mine.py").read_text()
+    (run / "mine.py").write_text(script.replace("for step in model.st", changes))
+    code, output = andon("run", "--workers=3", "mine.py", "40", "off", "0.05", cwd=run)
+    assert code == 0 and "was lost" in output, output
+    assert "cannot join: it has another script" in output, output
+    assert_ended_alike(run, alone, 40)
+
+
+@pytest.mark.parametrize("step", [5, 16])
+def test_a_worker_takes_part_again_only_in_the_loop_that_it_has_reached(tmp_path: Path, step: int) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 20)
+    script_that_dies(run, "exchange", step, rank=1)
+    script = (run / "mine.py").read_text()
+    begin, end = script.index("for step in model.steps"), script.index("if group.rank == 0:\n    print(andon.digest")
+    loop = script[begin:end]
+    first = loop.replace("int(sys.argv[1])", "10")
+    (run / "mine.py").write_text(script[:begin] + first + loop.replace("(start,", "(10,") + script[end:])
+    code, output = andon("run", "--workers=3", "mine.py", "20", "off", "0.05", cwd=run)
+    assert code == 0 and "was lost" in output, output
+    assert ("cannot join: it has another loop over steps" in output) == (step > 10), output
+    assert_ended_alike(run, alone, 20)
