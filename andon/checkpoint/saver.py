@@ -225,8 +225,9 @@ class Saver:
         return not self._save.running
 
     def close(self) -> None:
-        """Cancel the save that is running; a thread that hangs in the disk delays the process only briefly."""
+        """Give up the save that is running; a thread that hangs in the disk delays the process only briefly."""
         self._cancel.set()
+        self._save.abort("it was given up")
         wait([task for task in (self._task, self._removal) if task], CANCEL_SECONDS)
         self._report_removal()
 

@@ -18,6 +18,7 @@ from andon.control.coordinator import POLL_SECONDS, Coordinator
 from andon.errors import EXIT_HALTED, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_USER_ERROR, worst
 
 GRACE_SECONDS = 15.0  # time for the other workers to notice that one has failed
+EXIT_SECONDS = 1.0  # time for the process of a lost worker to end by itself, with its own exit code
 
 
 def log_of(folder: Path, rank: int) -> Path:
@@ -109,6 +110,8 @@ class Workers:
                 self._resize(wanted, coordinator)
                 codes = {number: code for number, code in codes.items() if number >= wanted}
             goes_on = succession.goes_on if coordinator.begun else None
+            if goes_on:
+                self._kill_lost(coordinator)
             failed = worst(codes.values()) not in (0, EXIT_STOPPED)
             if until == math.inf and ((failed and not goes_on) or coordinator.all_left):
                 until = time.monotonic() + GRACE_SECONDS
@@ -172,6 +175,14 @@ class Workers:
         """Kill all workers."""
         for process in list(self.processes.values()):
             process.kill()
+
+    def _kill_lost(self, coordinator: Coordinator) -> None:
+        """Kill workers that the run goes on without, such as stopped ones: a new process takes their place."""
+        host, before = socket.gethostname()[:64], time.monotonic() - EXIT_SECONDS
+        for number, process in self.processes.items():
+            lost_since = coordinator.lost_since.get(((host, number), process.pid), math.inf)
+            if process.returncode is None and lost_since < before:
+                process.kill()
 
     def _kill_late(self, members: Collection[int]) -> None:
         """Kill workers that were started again, but have not joined the last generation."""

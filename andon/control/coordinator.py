@@ -56,6 +56,8 @@ class Coordinator:
         self.failures: list[UserError] = []
         self.codes: list[int] = []
         """The exit codes of the workers that have left for good."""
+        self.lost_since: dict[tuple[Place, int], float] = {}
+        """The place and process id of each lost member, and when it was lost; its process may be stopped, or hang."""
         self._resize_to = 0
         self._stop_wanted = False
         self._end_by = float("inf")
@@ -199,6 +201,7 @@ class Coordinator:
                 succession.strike(worker)
             return
         text = succession.lose(worker, why, self._stragglers.at_step)
+        self.lost_since[worker.place, worker.pid] = time.monotonic()
         if not succession.goes_on:
             cause = "Its process died, its machine stopped, or the network between them failed"
             self.failures.append(UserError(text, cause, RESUMES))

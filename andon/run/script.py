@@ -32,6 +32,8 @@ from andon.run.resumable import other_bits
 from andon.transport.base import GroupError
 from andon.transport.changing import ChangingGroup
 
+LOCK_SECONDS = 10.0  # time for the process of a lost rank 0 to end, which has locked the folder
+
 
 def load(
     folder: str | Path, model: DataParallel, optimizer: Optimizer, scheduler: LRScheduler | None = None, keep: int = 3
@@ -81,13 +83,13 @@ class ScriptCheckpoints:
         self._before_redo: tuple[int, Mapping[str, Any]] | None = None
         """When a step has failed: the last committed step, and the options and schedule at that moment."""
 
-    def open(self) -> None:
-        """Prepare the folder and the saves; all ranks call it together."""
+    def open(self, patience: float = 0.0) -> None:
+        """Prepare the folder and the saves; all ranks call it together, and wait `patience` seconds for the lock."""
         optimizer, model = self.optimizer, self.optimizer.model
         for name, buffer in saved_buffers(model.module).items():
             if buffer.dtype not in DTYPES:
                 raise TypeError(f"the buffer {name} is {buffer.dtype}, which a checkpoint cannot hold")
-        self._lock_folder()
+        self._lock_folder(patience)
         optimizer.before_redo = self._remember
         self.probe = dict(take_probe(model.arena.device))
         parameters, trained = model.module.named_parameters(), model.arena.parameters
@@ -119,11 +121,11 @@ class ScriptCheckpoints:
     def is_rank_0(self) -> bool:
         return self.optimizer.model.membership.rank == 0
 
-    def _lock_folder(self) -> None:
+    def _lock_folder(self, patience: float) -> None:
         """Lock the folder on rank 0 (in a later generation another worker), before any rank reads its mark."""
         if self.is_rank_0 and self._locked is None:
             self._locked = RunFolder(self.folder)
-            self._locked.take()
+            self._locked.take(patience)
         self.optimizer.model.group.barrier()
 
     def _remember(self) -> None:
@@ -141,10 +143,10 @@ class ScriptCheckpoints:
     def enter(self) -> None:
         """Take part in another generation."""
         if self.is_open:
-            self._lock_folder()
+            self._lock_folder(LOCK_SECONDS)
             self.checkpointer.enter()
         else:
-            self.open()
+            self.open(LOCK_SECONDS)
 
     def load(self) -> int:
         """Load the newest good checkpoint; returns the number of the next step."""

@@ -177,6 +177,17 @@ def test_workers_outlive_the_process_that_forked_them_and_others_are_forked_by_a
     stop(process, folder)
 
 
+def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
+    folder, process = tmp_path / "run", run_of(tmp_path, "--workers=2", "--train.steps=100000", "--eval.every=0", *OFF)
+    stopped = members_of(process, folder)[0]
+    stopped.suspend()
+    wait_for_generation(folder, process, 2)
+    assert not stopped.is_running()
+    step, output = stop(process, folder)
+    assert "is started again" in output, output
+    assert_undisturbed(tmp_path, step, *OFF)
+
+
 def test_a_run_with_fewer_workers_than_it_needs_waits_for_more(tmp_path: Path) -> None:
     folder, options = tmp_path / "run", ["--workers=2", "--min_workers=2", "--train.steps=100000", "--eval.every=0"]
     process = run_of(tmp_path, *options, *OFF)

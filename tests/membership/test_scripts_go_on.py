@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,31 @@ def test_a_script_survives_the_loss_of_a_worker(tmp_path: Path, zero: str, victi
     assert process.returncode == 0 and "was lost" in output and "is started again" in output, output
     assert (run / "digest").read_text() == (alone / "digest").read_text()
     assert [len(line["hosts"]) for line in ledger_of(run) if "hosts" in line][0::2] in ([3, 3], [3])
+
+
+def test_a_script_goes_on_when_the_worker_that_holds_its_folder_is_stopped(tmp_path: Path) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 30)
+    script_that_dies(run, "exchange", 12, rank=0)
+    script = (run / "mine.py").read_text()
+    (run / "mine.py").write_text(script.replace("os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 19)"))
+    code, output = andon("run", "--workers=2", "mine.py", "30", "off", "0", cwd=run)
+    assert code == 0 and "was lost" in output and "is started again" in output, output
+    assert_ended_alike(run, alone, 30)
+
+
+def test_a_script_that_cannot_go_on_while_it_saves_ends_at_once(tmp_path: Path) -> None:
+    """Another process locks the folder as soon as the worker dies that has locked it."""
+    run = tmp_path / "run"
+    script_that_dies(run, "wrote", 10, rank=0, waits_for=12)  # rank 1 still waits for this save
+    process = start("run", "--workers=2", "mine.py", "30", "off", "0", cwd=run)
+    wait_for(process, (run / "mine" / ".lock").exists)
+    with open(run / "mine" / ".lock") as lock:
+        taken = threading.Thread(target=fcntl.flock, args=[lock, fcntl.LOCK_EX], daemon=True)
+        taken.start()
+        output = finish(process)
+        taken.join()
+    assert process.returncode == 1 and "is in use" in output, output
 
 
 def test_a_worker_that_is_killed_after_the_last_step_is_an_error(tmp_path: Path) -> None:

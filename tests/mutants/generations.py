@@ -270,4 +270,31 @@ MUTANTS = [
         "            #",
         (f"{SCRIPTS}::test_a_script_may_load_an_earlier_checkpoint_in_its_loop",),
     ),
+    Mutant(
+        "stopped-worker-stays",
+        "The process of a worker that the run has lost, but that is only stopped, is not killed.",
+        "cluster/processes.py",
+        "            if process.returncode is None and lost_since < before:\n",
+        "            if process.returncode is None and lost_since < 0:\n",
+        (
+            "membership/test_goes_on.py::test_a_worker_that_is_stopped_is_replaced",
+            f"{SCRIPTS}::test_a_script_goes_on_when_the_worker_that_holds_its_folder_is_stopped",
+        ),
+    ),
+    Mutant(
+        "lock-of-a-lost-worker",
+        "A script ends because the killed process of its first rank still locks the folder.",
+        "run/script.py",
+        "            self._lock_folder(LOCK_SECONDS)\n",
+        "            self._lock_folder(0.0)\n",
+        (f"{SCRIPTS}::test_a_script_goes_on_when_the_worker_that_holds_its_folder_is_stopped",),
+    ),
+    Mutant(
+        "closed-save-goes-on",
+        "A worker waits for a save that it has given up, because its generation has ended.",
+        "checkpoint/saver.py",
+        '        self._save.abort("it was given up")\n',
+        "",
+        (f"{SCRIPTS}::test_a_script_that_cannot_go_on_while_it_saves_ends_at_once",),
+    ),
 ]

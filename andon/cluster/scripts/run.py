@@ -77,7 +77,7 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         raise UserError(f"{script.name} was ended at once", "A second Ctrl-C", "What it saved before is intact")
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         what = f"{workers.first_failure} ended {script.name} with exit code {code}"
-        show_error(console, UserError(what, _last_line(workers, logs), f"Look at {logs}"))
+        show_error(console, UserError(what, _last_lines(workers, logs), f"Look at {logs}"))
     elif incomplete:
         cause = "What it does after the last step may be missing"
         raise UserError(
@@ -92,13 +92,14 @@ def show(event: Event, console: Console) -> None:
         console.print(event["text"], style="dim", markup=False, soft_wrap=True)
 
 
-def _last_line(workers: Workers, logs: Path) -> str:
-    """The last line of the first failed worker's log; the output of rank 0 was on the terminal."""
+def _last_lines(workers: Workers, logs: Path) -> str:
+    """The error at the end of the first failed worker's log; the output of rank 0 was on the terminal."""
     rank = workers.first_failed
     if rank:
         with contextlib.suppress(OSError):
-            lines = log_of(logs, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            return lines[-1] if lines else "It wrote nothing"
+            lines = log_of(logs, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+            traceback = [number for number, line in enumerate(lines, 1) if line.startswith(" ")]
+            return ". ".join(lines[max(traceback, default=0) :]) or "It wrote nothing"
     return "Its output is above"
 
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from andon.files import expand, no_follow, write_whole
 
 OWN_NAMES = (".lock", "metrics.jsonl", "checkpoints", "logs")
 """Files and folders that a run writes to."""
+RETRY_SECONDS = 0.1  # between attempts to lock a folder
 
 
 @dataclass(frozen=True)
@@ -43,21 +45,29 @@ class RunFolder:
         self.damaged: list[DamagedCheckpoint] = []
         """Checkpoints that the last `resume_from` has skipped."""
 
-    def take(self) -> None:
-        """Create the folder and lock it for this process."""
+    def take(self, seconds: float = 0.0) -> None:
+        """Create the folder and lock it for this process; another process gets `seconds` to unlock it."""
         for name in OWN_NAMES:
             if (self.folder / name).is_symlink():
                 cause = "A run writes only into its own folder, so it does not follow links"
                 remedy = "Remove the link, or choose another --run.dir"
                 raise UserError(f"{self.folder / name} is a symbolic link", cause, remedy)
+        until = time.monotonic() + seconds
+        while not self._try_to_hold():
+            if time.monotonic() >= until:
+                cause = f"Process {read_mark(self.folder).partition(' ')[0]} is training there"
+                raise UserError(f"{self.folder} is in use", cause, "Wait for it, or choose another --run.dir")
+            time.sleep(RETRY_SECONDS)
+        put_back(self.folder / "checkpoints")
+
+    def _try_to_hold(self) -> bool:
         try:
             self.hold()
         except OSError as error:
             if error.errno == errno.EBUSY:
-                cause = f"Process {read_mark(self.folder).partition(' ')[0]} is training there"
-                raise UserError(f"{self.folder} is in use", cause, "Wait for it, or choose another --run.dir") from None
+                return False
             raise UserError(f"{self.folder} cannot be used", str(error.strerror), "Choose another --run.dir") from None
-        put_back(self.folder / "checkpoints")
+        return True
 
     def hold(self) -> None:
         """Lock the folder, again if it was removed; `OSError` (EBUSY) if another run has locked it."""
