@@ -31,6 +31,11 @@ def harmless(text: str) -> str:
     return text.translate(SPELLED_OUT)
 
 
+def sentence(text: object) -> str:
+    """A text that begins with a capital letter."""
+    return str(text)[:1].upper() + str(text)[1:]
+
+
 def shown(value: object) -> str:
     """A value as errors show it; a long one is cut short."""
     try:

@@ -161,7 +161,7 @@ def commands(workers: int) -> dict[str, tuple[list[str], str]]:
     andon = ["-m", "andon", "train", *options.split()]
     task = json.dumps({"preset": PRESET, "windows": SLOTS * WINDOWS // workers, "save_every": SAVE_EVERY})
     restarted = ["--standalone", f"--nproc-per-node={workers}", f"--max-restarts={ENDLESS}"]
-    torchrun = ["-m", "torch.distributed.run", *restarted, "-m", "andon.bench.ranks.goodput", task]
+    torchrun = ["-m", "torch.distributed.run", *restarted, "-m", "andon.bench.ranks", "andon.bench.ranks.goodput", task]
     return {"andon": (andon, "run/metrics.jsonl"), "torchrun": (torchrun, "metrics.jsonl")}
 
 

@@ -48,7 +48,7 @@ def _run_ranks(namespaces: list[str], task: dict[str, Any]) -> list[Any]:
     commands = []
     for rank, namespace in enumerate(namespaces):
         place = {"rank": rank, "ranks": len(namespaces), "host": _address(rank), "master": _address(0)}
-        command = [sys.executable, "-m", "andon.bench.ranks.hosts", json.dumps({**task, **place})]
+        command = [sys.executable, "-m", "andon.bench.ranks", "andon.bench.ranks.hosts", json.dumps({**task, **place})]
         commands.append(["ip", "netns", "exec", namespace, *command])
     return run_processes(commands, new_token())
 

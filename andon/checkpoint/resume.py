@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from andon.checkpoint.disk.format import tensor_blake3
@@ -21,9 +20,8 @@ from andon.checkpoint.disk.store import check_units, load_state, open_moments, r
 from andon.checkpoint.moments import Moments, ReadMoments
 from andon.checkpoint.snapshot import saved_buffers
 from andon.engine.optimizer import Optimizer
-from andon.integrity.fingerprint import as_bytes
+from andon.engine.recovery.transfer import share_buffers
 from andon.model.hub import load_tensors
-from andon.transport.base import Group
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,7 @@ def load_checkpoint(folder: Path, optimizer: Optimizer, check: Check) -> dict[st
             moments.load(opened.moments)
         else:
             group.broadcast(model.arena.weights, src=0)
-            for buffer in saved_buffers(model.module).values():
-                _broadcast(group, buffer)
+            share_buffers(group, saved_buffers(model.module).values(), source=0)
             moments.receive(opened.moments if opened else None)
     check_units(folder, units, model.arena)
     return dict(state)
@@ -83,13 +80,6 @@ def _check_buffers(folder: Path, known: Manifest, buffers: Mapping[str, Tensor])
         file, digest = saved[name]
         if tensor_blake3(buffer) != digest:
             raise Damaged(Damage(file, name, "its bytes are not what was saved"))
-
-
-def _broadcast(group: Group, buffer: Tensor) -> None:
-    """Give all ranks the values that a buffer of any type has on rank 0."""
-    data = group.all_gather_bytes(bytes(as_bytes(buffer)) if group.rank == 0 else b"")[0]
-    if data:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=buffer.dtype).view(buffer.shape))
 
 
 def _manifest_digest(folder: Path) -> str:

@@ -41,15 +41,6 @@ class Hooks:
     ledger: LedgerReports | None = None
 
 
-def train(config: RunSettings, data: Prepared, group: Group, resume: Path | None, hooks: Hooks) -> bool:
-    """Train as one rank of a run, from a checkpoint if one is given; returns whether it was stopped early."""
-    session = Session(config, data, hooks)
-    try:
-        return session.train(group, resume)
-    finally:
-        session.close()
-
-
 class Session:
     """One worker's part of a run, through all generations in which it takes part."""
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from andon.cluster.bf16 import check_bf16
 from andon.cluster.kinds import prepare, resolve_steps
 from andon.cluster.launch import absolute, recording, run_folder
-from andon.cluster.session import Hooks, choose_device, make_torch_deterministic, open_configured, train
+from andon.cluster.session import Hooks, Session, choose_device, make_torch_deterministic, open_configured
 from andon.cluster.signals import save_on_signal
 from andon.cluster.star_process import star_process
 from andon.config.load import validate
@@ -69,7 +69,8 @@ def run(config: RunSettings, resume: str, console: Console) -> int:
         checkpoint = workers[0][2]
         try:
             hooks = Hooks(emit, stop.is_set, local_rank)
-            stopped = train(config, data, group, Path(checkpoint) if checkpoint else None, hooks)
+            with contextlib.closing(Session(config, data, hooks)) as session:
+                stopped = session.train(group, Path(checkpoint) if checkpoint else None)
         except JidokaHalt:
             return EXIT_HALTED
     if recorder and recorder.failure:

@@ -70,7 +70,7 @@ def show_windows(run: Path, config: Config, windows: list[int], console: Console
 def check_data(run: Path, digest: str) -> None:
     """Refuse a run that was trained on other data, according to its events."""
     try:
-        digests = [event["data"] for event in read(run) if event["event"] == "start"]
+        digests = [event["data"] for event in read(run / "metrics.jsonl") if event["event"] == "start"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "A line of it is not an event"
         raise UserError(f"{run / 'metrics.jsonl'} cannot be read", str(cause), "Name the folder of a run") from None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -12,9 +12,9 @@ class Progress:
 
     step: int = 0
     """The last committed step."""
-    tokens: int = 0
     loss: float = math.nan
     """Of the last step."""
+    tokens: int = 0
     skipped: int = 0
     """Steps without an update, because a gradient was not finite."""
     skips_in_a_row: int = 0
@@ -34,13 +34,7 @@ class Progress:
 
     def fields(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "step": self.step,
-            "loss": self.loss if math.isfinite(self.loss) else None,
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "skips_in_a_row": self.skips_in_a_row,
-        }
+        return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
 
     def restore(self, fields: Mapping[str, Any]) -> None:
         """Restore the counters from `fields`."""

@@ -12,12 +12,13 @@ from andon.bench.kit.processes import run_ranks
 from andon.errors import UserError
 
 RANK = """
-import json, sys, time
-task = json.loads(sys.argv[1])
-if task["fails"] == task["rank"]:
-    sys.exit(7)
-time.sleep(task["seconds"])
-print(json.dumps(task["rank"] * 10))
+import sys, time
+
+def main(task):
+    if task["fails"] == task["rank"]:
+        sys.exit(7)
+    time.sleep(task["seconds"])
+    return task["rank"] * 10
 """
 
 
@@ -28,7 +29,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "rank_of_a_test"
 
 
-def test_what_each_rank_prints_comes_back_by_rank(module: str) -> None:
+def test_what_each_rank_returns_comes_back_by_rank(module: str) -> None:
     assert run_ranks(module, 3, {"fails": None, "seconds": 0}) == [0, 10, 20]
 
 

@@ -196,7 +196,7 @@ def test_a_run_whose_folder_is_removed_goes_on_in_a_new_one(tmp_path: Path) -> N
     assert process.returncode == 0, output
     assert "was removed: later events are in a new file" in output
     assert summary(tmp_path / "run")["step"] == 30 and newest_good(tmp_path / "run")[1] == []
-    assert names(list(read(tmp_path / "run")), "step")[-1] == 30
+    assert names(list(read(tmp_path / "run" / "metrics.jsonl")), "step")[-1] == 30
 
 
 def test_a_halt_on_a_full_disk_is_told_all_the_same(tmp_path: Path, small_disk: Path) -> None:
@@ -229,7 +229,7 @@ def test_events_wait_in_memory_while_the_disk_is_full(small_disk: Path) -> None:
     recorder.emit(event("step", step=200))
     recorder.close()
     assert recorder.failure is None
-    assert names(list(read(small_disk / "run")), "step") == list(range(201))
+    assert names(list(read(small_disk / "run" / "metrics.jsonl")), "step") == list(range(201))
 
 
 def test_whatever_happens_to_the_file_of_events_the_others_hear_them(tmp_path: Path) -> None:

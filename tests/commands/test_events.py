@@ -32,7 +32,7 @@ def test_a_line_that_a_kill_cut_short_is_removed_before_the_next_one(tmp_path: P
     record(tmp_path, event("step", step=1))
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"event": "step", "st')
-    assert [said["step"] for said in read(tmp_path)] == [1]
+    assert [said["step"] for said in read(tmp_path / "metrics.jsonl")] == [1]
     record(tmp_path, event("step", step=2))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
@@ -42,7 +42,7 @@ def test_the_end_of_a_run_is_a_file_of_its_own(tmp_path: Path) -> None:
     record(tmp_path, event("done", step=5, loss=1.5), event("halt", step=6, cause="a drill"))
     assert json.loads((tmp_path / "summary.json").read_text()) == {"step": 5, "loss": 1.5}
     assert json.loads((tmp_path / "halt.json").read_text()) == {"step": 6, "cause": "a drill"}
-    assert [said["event"] for said in read(tmp_path)] == ["done", "halt"]
+    assert [said["event"] for said in read(tmp_path / "metrics.jsonl")] == ["done", "halt"]
 
 
 def test_an_event_has_its_kind_and_the_time(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from andon.control.link import FROM_WORKER, ControlLink
 from andon.control.members import Phase, Worker
 from andon.control.token import Credentials
 from andon.run.records.chain import Chain
-from andon.run.records.events import Event
-from andon.run.records.ledger import FILE, Ledger, check_record, read
+from andon.run.records.events import Event, read
+from andon.run.records.ledger import FILE, Ledger, check_record
 from tests.kit.runs import andon, train
 
 

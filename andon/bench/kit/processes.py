@@ -18,10 +18,11 @@ POLL_SECONDS = 0.2  # rarely enough not to disturb what is measured
 
 
 def run_ranks(module: str, ranks: int, task: dict[str, Any], token: str = "") -> list[Any]:
-    """Run `python -m module TASK` once per rank, with a store to meet at; returns what each printed, by rank."""
+    """Run `main` of a module once per rank, with a store to meet at; returns what each returned, by rank."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     tasks = [{**task, "rank": rank, "ranks": ranks, "port": store.port} for rank in range(ranks)]
-    return run_processes([[sys.executable, "-m", module, json.dumps(each)] for each in tasks], token)
+    command = [sys.executable, "-m", "andon.bench.ranks", module]
+    return run_processes([[*command, json.dumps(each)] for each in tasks], token)
 
 
 def run_processes(commands: Sequence[Sequence[str]], token: str) -> list[Any]:

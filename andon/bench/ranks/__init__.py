@@ -1,1 +1,1 @@
-"""One rank of each benchmark: `python -m andon.bench.ranks.NAME TASK` prints its results as JSON."""
+"""One rank of each benchmark, started by `python -m andon.bench.ranks MODULE TASK`."""

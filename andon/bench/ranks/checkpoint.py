@@ -1,10 +1,8 @@
 """One rank of the checkpoint benchmark: `python -m andon.bench.ranks.checkpoint TASK` prints its timings."""
 
-import json
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -144,8 +142,8 @@ class Bench:
         return found
 
 
-def main(task: dict[str, Any]) -> None:
-    """Measure and print the rounds as JSON."""
+def main(task: dict[str, Any]) -> dict[Any, Any]:
+    """Measure; returns the figures of each round."""
     torch.use_deterministic_algorithms(True)
     bench = Bench(task)
     if bench.is_rank_0:
@@ -160,8 +158,4 @@ def main(task: dict[str, Any]) -> None:
         dist.destroy_process_group()
     bench.trainer.close()
     bench.group.close()
-    print(json.dumps(results), flush=True)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    return results

@@ -1,7 +1,5 @@
 """One rank of the benchmark of a script: a small CNN with Andon's Python interface and with PyTorch's DDP, in turn."""
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,16 +61,12 @@ def measure(task: dict[str, Any], images: int, group: Group, gloo: Group) -> dic
     return {name: each[WARM_UP:] for name, each in seconds.items()}
 
 
-def main(task: dict[str, Any]) -> None:
-    """Measure and print the seconds of every step as JSON, by number of images."""
+def main(task: dict[str, Any]) -> dict[Any, Any]:
+    """Measure; returns the seconds of every step by number of images."""
     rendezvous = join(task)
     results = {}
     with open_gloo(rendezvous) as gloo:
         for images in task["images"]:
             with open_group(task["transport"], rendezvous) as group:
                 results[str(images)] = measure(task, images, group, gloo)
-    print(json.dumps(results), flush=True)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    return results

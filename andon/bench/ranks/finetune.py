@@ -1,8 +1,6 @@
 """One rank of the fine-tuning benchmark: after each turn of Hugging Face's Trainer comes a turn of Andon."""
 
-import json
 import os
-import sys
 import time
 from typing import Any
 
@@ -145,8 +143,8 @@ def measure(task: dict[str, Any], group: Group, gloo: Group) -> dict[str, Any]:
     return {"seconds": turns.seconds, "andon": turns.losses, "trainer": [float(loss) for loss in trainer.losses]}
 
 
-def main(task: dict[str, Any]) -> None:
-    """Measure and print seconds and losses as JSON."""
+def main(task: dict[str, Any]) -> dict[Any, Any]:
+    """Measure; returns seconds and losses."""
     rank, ranks = str(task["rank"]), str(task["ranks"])
     # The Trainer reads these variables, and then uses the process group that is open already.
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
@@ -154,8 +152,4 @@ def main(task: dict[str, Any]) -> None:
     rendezvous = join(task)
     with open_gloo(rendezvous) as gloo, open_group(task["transport"], rendezvous) as group:
         found = measure(task, group, gloo)
-    print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    return found

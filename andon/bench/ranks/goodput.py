@@ -6,7 +6,6 @@ rank has died, torchrun restarts all ranks, and they resume from the newest chec
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,3 @@ def main(task: dict[str, Any]) -> None:
             write({"event": "step", "step": step})
             if step % task["save_every"] == 0:
                 save(model, optimizer, step)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

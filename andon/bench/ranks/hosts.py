@@ -1,9 +1,7 @@
 """One rank of the benchmark on namespaced hosts: `python -m andon.bench.ranks.hosts '{...}'` prints its timings."""
 
 import gc
-import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -43,8 +41,8 @@ def open_named(name: str, rendezvous: StoreRendezvous, host: str, stack: ExitSta
     return open_group(transport, rendezvous, Settings(TIMEOUT, wire, host, server, keys))
 
 
-def main(task: dict[str, Any]) -> None:
-    """Time a step over every transport and of DDP, in turn, and print the seconds as JSON."""
+def main(task: dict[str, Any]) -> dict[Any, Any]:
+    """Time a step over every transport and of DDP, in turn; returns the seconds."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     rank, size, wait = task["rank"], task["ranks"], timedelta(seconds=TIMEOUT)
@@ -67,8 +65,4 @@ def main(task: dict[str, Any]) -> None:
         works.clear()
         gc.collect()  # a DDP model that outlives the process group can hang when it is freed
         gloo.barrier()
-    print(json.dumps({name: each[WARM_UP:] for name, each in seconds.items()}), flush=True)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    return {name: each[WARM_UP:] for name, each in seconds.items()}

@@ -4,8 +4,6 @@ Each rank holds the same model several times: in Andon's step and in PyTorch's c
 each, so that other load on the machine slows all of them alike.
 """
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,8 +130,8 @@ def measure(task: dict[str, Any], tokens: int, groups: Sequence[Group], gloo: Gr
     return {"seconds": {name: each[WARM_UP:] for name, each in seconds.items()}, "phases": phases[WARM_UP:]}
 
 
-def main(task: dict[str, Any]) -> None:
-    """Measure every batch size and print seconds and phases as JSON."""
+def main(task: dict[str, Any]) -> dict[Any, Any]:
+    """Measure every batch size; returns seconds and phases."""
     rendezvous = join(task)
     torch.use_deterministic_algorithms(True)
     results = {}
@@ -144,8 +142,4 @@ def main(task: dict[str, Any]) -> None:
                 open_group(task["transport"], rendezvous) as second,
             ):
                 results[str(tokens)] = measure(task, tokens, (first, second), gloo)
-    print(json.dumps(results), flush=True)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    return results

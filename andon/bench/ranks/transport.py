@@ -5,9 +5,7 @@ all of them alike. A turn is a few all-reduces in a row (one, if the vector is l
 that is not timed.
 """
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -68,8 +66,8 @@ def measure(works: dict[str, AllReduce], gloo: Group, per_turn: int, repetitions
     return results
 
 
-def main(task: dict[str, Any]) -> None:
-    """Measure all sizes and print the timings as JSON."""
+def main(task: dict[str, Any]) -> dict[Any, Any]:
+    """Measure all sizes; returns the timings."""
     groups = open_all(task["transports"], join(task), task["servers"])
     longest = max(task["sizes"]) // 4
     vectors = {name: group.allocate(1, longest)[0].fill_(0) for name, group in groups.items()}
@@ -81,8 +79,4 @@ def main(task: dict[str, Any]) -> None:
     for group in reversed(groups.values()):
         group.barrier()
         group.close()
-    print(json.dumps(timings), flush=True)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    return timings

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from andon.cluster.signals import save_on_signal
 from andon.commands.gradient_server.steps import Lines, Totals
-from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError, sentence
 from andon.files import expand
 from andon.protocol2.connections import Network, WorkerGone
 from andon.protocol2.mean import NonFiniteGradient
@@ -126,7 +126,7 @@ class Session:
 
     def joined(self, worker: Worker) -> None:
         """Note that a worker has joined. It may still leave, so its `worker` event is recorded when all have joined."""
-        self._note_early(f"{_sentence(worker)} joined: {worker.gpu_count} GPUs, {worker.backend}")
+        self._note_early(f"{sentence(worker)} joined: {worker.gpu_count} GPUs, {worker.backend}")
 
     def _note_early(self, text: str) -> None:
         self._early_notes += 1
@@ -139,7 +139,7 @@ class Session:
         """Record that a worker is gone: it left when all had done the same steps, or it was lost."""
         worker = gone.worker
         if not self.begun:
-            self._note_early(_sentence(gone))
+            self._note_early(sentence(gone))
             return
         has_all = self._finishing and not worker.may_write
         begun = (self.in_step and not has_all) or any(each.gradients for each in (worker, *self.server.workers))
@@ -183,11 +183,11 @@ class Session:
             return self._halt(halt)
         except WorkersDisagree as error:
             cause = "The server cannot tell which of them is right, so the session ended before a mean was sent"
-            raise self._failed(_sentence(error), cause, "Give all workers the same model") from None
+            raise self._failed(sentence(error), cause, "Give all workers the same model") from None
         except WorkerGone as gone:
             if self.in_step or self._lost_at == self.steps or self.steps < self.service.steps:
                 remedy = "Look at the workers' own messages; then start server and workers again"
-                raise self._failed(f"Every worker is gone in step {self.step}", _sentence(gone), remedy) from None
+                raise self._failed(f"Every worker is gone in step {self.step}", sentence(gone), remedy) from None
         summary = {key: self.last.get(key) for key in ("loss", "accuracy")}
         seconds = round(time.monotonic() - began, 3)
         self.emit(event("done", step=self.steps, lost=self.lost_workers, seconds=seconds, **summary, **self._service()))
@@ -241,7 +241,7 @@ class Session:
 
     def _halt(self, halt: NonFiniteGradient) -> int:
         """Stop the line: no further mean of this step is sent."""
-        self.server.interrupt_with(_ignore)
+        self.server.interrupt_with(lambda: None)
         names = {worker.worker_id: worker.node_id for worker in self.server.workers}
         finding = {
             "rank": halt.rank,
@@ -268,16 +268,7 @@ class Session:
     def _end_session(self) -> None:
         """Disconnect the workers; the dialogue of whole vectors has a message for it."""
         self.ended = True
-        self.server.interrupt_with(_ignore)
+        self.server.interrupt_with(lambda: None)
         if self.dialogue.tag == WHOLE:
             self.server.shutdown_workers()
         self.server.wait_until_left(LEAVE_SECONDS)
-
-
-def _ignore() -> None:
-    """Ignore a signal to stop, because the session is ending."""
-
-
-def _sentence(message: object) -> str:
-    text = str(message)
-    return text[:1].upper() + text[1:]

@@ -16,6 +16,7 @@ from andon.commands.data import check_data
 from andon.config.load import load_run
 from andon.data.batches import Windows, checksum
 from andon.errors import UserError
+from andon.run.records.events import read
 from andon.run.records.ledger import FILE, check_record
 
 
@@ -105,10 +106,7 @@ def _compare_with_summary(run: Path, step: int) -> None:
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith("\n"):  # a kill may have cut the last line short
-                    yield number, json.loads(line)
+        yield from enumerate(read(path), 1)
     except FileNotFoundError:
         cause = "The run was trained under torchrun or by an earlier version, or it is not a run"
         raise UserError(f"{path} does not exist", cause, "Name the folder of a run of `andon train`") from None

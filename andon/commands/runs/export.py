@@ -35,7 +35,7 @@ def rows(folder: Path) -> dict[int, Row]:
     """Read every step of a run, in order."""
     found: dict[int, Row] = {}
     try:
-        for event in read(folder):
+        for event in read(folder / "metrics.jsonl"):
             _add(found, event)
     except (OSError, ValueError, KeyError, TypeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "A line of it is not an event"

@@ -18,6 +18,7 @@ from andon.control.members import Phase, Place, Worker, seats
 from andon.control.store import Topics
 from andon.control.token import Credentials
 from andon.engine.gradients.order import MOST_SLOTS
+from andon.errors import sentence
 from andon.run.records.events import Emit, Event, event
 from andon.run.records.ledger import Ledger, check_record
 from andon.transport.base import ProtocolError
@@ -172,7 +173,7 @@ class Succession:
         """Handle the loss of a member: the others leave their group. Returns the loss as a sentence.
 
         The event waits up to a second for a survivor's reason, which names the operation and the time waited."""
-        text = f"{_capitalized(worker.name)} was lost{step}: {why}"
+        text = f"{sentence(worker.name)} was lost{step}: {why}"
         lost = event("lost", rank=worker.rank, host=worker.host, why=why, text=text)
         self._unreported_losses[worker.rank] = lost
         if not self.goes_on or worker.rank in self._survivor_reasons:
@@ -226,7 +227,7 @@ class Succession:
         self.generations.part(worker)
         if lost is not None:
             if lost not in self._survivor_reasons:
-                self._survivor_reasons[lost] = _capitalized(why)
+                self._survivor_reasons[lost] = sentence(why)
                 if lost in self._unreported_losses:
                     self._report_lost(lost)
             # The others may be waiting for the lost rank: they need not find out by themselves.
@@ -323,7 +324,3 @@ class Succession:
     def _broadcast(self, kind: str, **fields: Any) -> None:
         for member in self.generations.members:
             member.link.queue(kind, **fields)
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]

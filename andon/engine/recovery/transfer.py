@@ -4,7 +4,7 @@ The `Recovery` lists the transfers (`andon.engine.recovery.commit`): chunks of t
 All members take part in each transfer, over the group of the new generation.
 """
 
-import json
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from andon.engine.parallel import DataParallel
 from andon.engine.recovery.commit import Recovery
 from andon.integrity.fingerprint import as_bytes
 from andon.optim.base import UpdateRule
+from andon.transport.base import Group
 
 
 @torch.no_grad()
@@ -40,18 +41,17 @@ def share_state(model: DataParallel, recovery: Recovery, before: UpdateRule, rul
 
 def _share_small(model: DataParallel, source: int) -> None:
     """Send progress and the module's buffers from one rank to all."""
-    group, buffers = model.membership.group, dict(model.module.named_buffers())
-    progress = group.all_gather_bytes(json.dumps(model.progress.fields()).encode() if group.rank == source else b"")
-    data = group.all_gather_bytes(b"".join(map(as_bytes, buffers.values())) if group.rank == source else b"")
-    if group.rank == source:
-        return
-    model.progress.restore(json.loads(progress[source]))
-    values = torch.frombuffer(bytearray(data[source] or b"\0"), dtype=torch.uint8)
-    start = 0
-    for buffer in buffers.values():
-        part = values[start : start + buffer.nbytes].clone()
-        buffer.copy_(part.view(buffer.dtype).view(buffer.shape) if buffer.numel() else buffer)
-        start += buffer.nbytes
+    group = model.membership.group
+    model.progress.restore(group.all_gather_json(model.progress.fields())[source])
+    share_buffers(group, model.module.buffers(), source)
+
+
+def share_buffers(group: Group, buffers: Iterable[Tensor], source: int) -> None:
+    """Give all ranks the values that buffers of any type have on one rank."""
+    for buffer in buffers:
+        data = group.all_gather_bytes(bytes(as_bytes(buffer)) if group.rank == source else b"")[source]
+        if data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(buffer.dtype).view(buffer.shape))
 
 
 def take(rule: UpdateRule, flat: Tensor, lo: int, hi: int) -> Tensor:

@@ -251,7 +251,7 @@ def last_step(folder: Path) -> int:
         return -1
 
 
-def read(folder: Path) -> Iterator[Event]:
-    """The events of a run, without an incomplete last line."""
-    with open(folder / "metrics.jsonl", encoding="utf-8") as file:
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl or ledger.jsonl, without an incomplete last one."""
+    with open(path, encoding="utf-8") as file:
         yield from (json.loads(line) for line in file if line.endswith("\n"))

@@ -12,13 +12,13 @@ A background thread writes, so that nothing waits for a disk that hangs; while t
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from andon.files import no_follow
 from andon.run.records.chain import Chain
-from andon.run.records.events import cut_last_line
+from andon.run.records.events import cut_last_line, read
 
 FILE = "ledger.jsonl"
 RETRY_SECONDS = 1.0  # between attempts to write to a disk that fails
@@ -110,12 +110,6 @@ class Ledger:
                 self._changed.notify_all()
                 if closing and (self._failed or not self._lines):
                     return
-
-
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a ledger, without an incomplete last one."""
-    with open(path, encoding="utf-8") as file:
-        yield from (json.loads(line) for line in file if line.endswith("\n"))
 
 
 def check_record(record: object, slots: int) -> dict[str, Any]:

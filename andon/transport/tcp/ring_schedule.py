@@ -5,9 +5,10 @@ every chunk, and goes all the way round before the next tile begins. A tile is s
 meanwhile, and large enough to keep the neighbours busy.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from andon.transport.tcp.encoding import BUFFERS, TILE_PIECES, Span
 
@@ -55,9 +56,5 @@ ring_schedule = lru_cache(maxsize=1024)(RingSchedule)
 def _gates(waits_for: Sequence[int], count: int) -> list[int]:
     """How many items of a sequence may go after 0, 1, … `count` events, if item i waits for event `waits_for[i]` and
     for the items before it."""
-    gates, may_go = [], 0
-    for happened in range(count + 1):
-        while may_go < len(waits_for) and waits_for[may_go] < happened:
-            may_go += 1
-        gates.append(may_go)
-    return gates
+    needed = list(accumulate(waits_for, max))
+    return [bisect_left(needed, happened) for happened in range(count + 1)]
