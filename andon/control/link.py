@@ -22,7 +22,7 @@ bytes. The dialogue:
   worker       event    "this happened" (see andon.run.records.events)
   worker       failed   "I must stop, and this is why"
   worker       commit   "these steps are committed" (see andon.run.records.ledger)
-  worker       back     "this generation goes on from the checkpoint of this step"
+  worker       back     "this generation goes on from the checkpoint of this step; it is its first, second, … return"
   coordinator  lost     "this rank is lost, for this reason"
   coordinator  change   "a worker waits to join, or this number of you is released: leave the group after this step"
   worker       part     "I have left the group of this generation, because of this (and of this rank, if it failed),
@@ -74,7 +74,7 @@ FROM_WORKER: Final[dict[str, Fields]] = {
     "store": {"id": int, "operation": str, "key": str, "value": str},
     "event": {"event": dict},
     "commit": {"records": list},
-    "back": {"generation": int, "step": int},
+    "back": {"generation": int, "number": int, "step": int},
     "part": {"generation": int, "why": str, "lost": MAYBE_INT},
     "failed": {"what": str, "cause": str, "remedy": str},
     "bye": {"code": int},

@@ -53,6 +53,8 @@ class Optimizer(torch.optim.Optimizer):
         """Whether `model.steps` handles the loss of a worker; otherwise the loss is raised as an error."""
         self.failure: GroupError | None = None
         """The error of a failed group, until `model.steps` has handled it."""
+        self.turns = 0
+        """How often a step has ended, or another state was loaded."""
         self.before_redo: Callable[[], None] = lambda: None
         """Called when the group has failed in a step before its verdict: it is repeated unless another rank has it."""
         self.before_end: Callable[[], None] = lambda: None
@@ -88,6 +90,7 @@ class Optimizer(torch.optim.Optimizer):
         `clip` is the largest norm of the mean gradient; 0: it is not clipped."""
         if not isinstance(clip, int | float):
             raise TypeError("step takes no closure: `clip` is the largest norm of the gradient")
+        self.turns += 1
         if self.failure:  # of the gather that forward waited for
             if not self.goes_on:
                 raise self.failure
@@ -113,7 +116,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _gather_failed(self, failure: GroupError) -> None:
         """Forward has no weights, because a worker was lost in the gather: the step that it begins is repeated."""
-        if not self.goes_on:
+        if not (self.goes_on and self.model.trains):
             raise failure
         self.failure = failure
 
@@ -258,6 +261,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def go_on_from(self, step: int) -> None:
         """Continue from weights, state and progress of a step: they were loaded, or are the first ones."""
+        self.turns += 1
         self.rule.updates = self.progress.updates
         self.commit.go_back(step)
         self.is_new = False

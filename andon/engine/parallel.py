@@ -101,8 +101,13 @@ class DataParallel(nn.Module):
     def _begin_if_due(self) -> None:
         """Begin the next slot in forward, if the training loop does not iterate over `slots`."""
         slot = self.gradients.next_slot
-        if self.module.training and torch.is_grad_enabled() and slot is not None and slot != self._slot:
+        if self.trains and slot is not None and slot != self._slot:
             self._begin(slot)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward is one of training: another one may be an evaluation, whose result counts."""
+        return self.module.training and torch.is_grad_enabled()
 
     def _begin(self, slot: int) -> None:
         """Begin a slot: what it computes depends on seed, step and slot only."""

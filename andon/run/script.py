@@ -45,7 +45,16 @@ def load(
     checkpoints = _checkpoints(folder, model, optimizer, scheduler, keep)
     if not checkpoints.is_open:
         return optimizer.progress.step
-    step, group = checkpoints.load(), model.membership.group
+    if optimizer.failure:  # a worker was lost: the step is repeated, unless it was committed
+        optimizer.is_new |= not checkpoints.repeats_step
+        return optimizer.progress.step
+    try:
+        step, group = checkpoints.load(), model.membership.group
+    except GroupError as failure:
+        if not optimizer.goes_on:
+            raise
+        optimizer.failure, optimizer.is_new = failure, True  # a part of the state may be that of the checkpoint
+        return optimizer.progress.step
     if step and isinstance(group, ChangingGroup):
         group.went_back(group.generation, step)
     return step
@@ -140,6 +149,11 @@ class ScriptCheckpoints:
                 self.checkpointer.forget_later(self.optimizer.progress.step)
         self._before_redo = None
 
+    @property
+    def repeats_step(self) -> bool:
+        """Whether the step that has failed is repeated; otherwise a worker was lost after its verdict."""
+        return self._before_redo is not None
+
     def enter(self) -> None:
         """Take part in another generation."""
         if self.is_open:
@@ -233,8 +247,10 @@ def leave_generation(optimizer: Optimizer) -> None:
     optimizer.model.part()
 
 
-def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
-    """Bring checkpoints, options and schedule of a script into another generation; all its members call it together."""
+def enter_generation(optimizer: Optimizer, recovery: Recovery, recorded: int) -> None:
+    """Bring checkpoints, options and schedule of a script into another generation; all its members call it together.
+
+    `recorded` is the last step that the run's ledger has."""
     group, checkpoints = optimizer.model.membership.group, _checkpoints_of(optimizer)
     scheduler = checkpoints.scheduler if checkpoints else None
     if checkpoints:
@@ -248,7 +264,7 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
     if checkpoints:
         checkpoints.enter()
     if recovery.lost:
-        _go_back(optimizer, checkpoints)
+        _go_back(optimizer, checkpoints, recorded)
     elif group.rank in recovery.new:
         source = next(rank for rank in range(group.world_size) if rank not in recovery.new)
         _restore(optimizer, scheduler, schedules[source])
@@ -256,14 +272,14 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery) -> None:
         checkpoints.checkpointer.after_change()
 
 
-def _go_back(optimizer: Optimizer, checkpoints: ScriptCheckpoints | None) -> None:
+def _go_back(optimizer: Optimizer, checkpoints: ScriptCheckpoints | None, recorded: int) -> None:
     """A part of the state is lost: all ranks go back to the newest checkpoint, or to their first weights."""
     if checkpoints:
         checkpoints.load()
     if not optimizer.is_new:  # a checkpoint was loaded
         return
-    if any(optimizer.model.group.all_gather_json(optimizer.commit.step)):
-        cause = "A worker was lost that alone had a part of the optimizer's state, and there is no checkpoint"
+    if any(optimizer.model.group.all_gather_json(optimizer.commit.step)) or recorded:
+        cause = "Workers were lost that alone had a part of the optimizer's state, and there is no checkpoint"
         raise UserError("The run cannot go on", cause, 'Save now and then, or make the optimizer with zero="off"')
     optimizer.go_on_from(0)  # no rank has committed a step: its weights are the first ones
 

@@ -28,8 +28,11 @@ class ChangingGroup(Group):
 
     def __init__(self, now: Group, go_on: GoOn, report: Report, went_back: WentBack, joins: bool) -> None:
         self.go_on, self.report, self.went_back, self.joins = go_on, report, went_back, joins
-        self.loops = 0
-        """The number of loops (`model.steps`) that the script has begun."""
+        self.loop = 0, 0, 0
+        """Of the loop over steps (`model.steps`) that began last: how many there were with it, the difference between
+        its numbers and those of the run's steps, and its end."""
+        self.reported = 0
+        """The last step that this worker has reported, or that it did not have to report."""
         self.become(now)
 
     def become(self, now: Group) -> None:

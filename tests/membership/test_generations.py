@@ -201,7 +201,7 @@ class Model:
             case "lost":
                 there.lose(worker.name)
             case "back":
-                self.ledger = () if self.chain.cut(rest[0], 0) else self.ledger
+                self.ledger = () if self.chain.cut(rest[0], 1, 0) else self.ledger
             case "commit":
                 for step in rest:
                     self.ledger += tuple(self.chain.add(step, step))

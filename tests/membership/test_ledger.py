@@ -35,7 +35,7 @@ def test_reports_of_several_ranks_become_one_chain() -> None:
 def test_a_return_to_a_checkpoint_counts_once_for_each_generation() -> None:
     chain = Chain()
     assert list(chain.add(1, 1)) == [1] and list(chain.add(3, 3)) == []
-    assert chain.cut(4, 0) and not chain.cut(4, 0)
+    assert chain.cut(4, 1, 0) and not chain.cut(4, 1, 0)
     assert list(chain.add(1, "again")) == ["again"] and list(chain.add(2, 2)) == [2] and chain.step == 2
 
 

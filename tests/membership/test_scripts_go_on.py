@@ -110,6 +110,7 @@ def test_a_forward_that_waits_for_the_weights_of_a_lost_worker_belongs_to_a_step
     (run / "mine.py").write_text(script.replace("slots=6", "slots=6, overlap_gather=True"))
     code, output = andon("run", "--workers=3", "mine.py", "30", "even", "0", cwd=run)
     assert code == 0 and "was lost" in output and (run / "died").exists(), output
+    assert returns_in_ledger(run, 30) == [], "nobody has to go back"
     assert_ended_alike(run, alone, 30)
 
 
@@ -139,21 +140,85 @@ def test_the_ledger_of_a_script_goes_on_through_a_resume_and_a_return_to_a_check
     assert returns_in_ledger(run, 40) == [0, 20, 20], "the second start loads a checkpoint, and goes back to it"
 
 
-def test_a_script_may_load_an_earlier_checkpoint_in_its_loop(tmp_path: Path) -> None:
+LOADS = """
+    if step in loads:
+        loads.remove(step)
+        if DIES and group.rank == 1:
+            os.kill(os.getpid(), 9)
+        andon.load("mine", model, optimizer, scheduler)
+        continue
+    if step % 10"""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_script_may_load_an_earlier_checkpoint_in_its_loop(tmp_path: Path, dies: bool) -> None:
+    """Also when no step was done since the save, and when a worker dies instead of taking part in the load."""
     alone, run = tmp_path / "alone", tmp_path / "run"
     undisturbed_script(alone, 30)
     run.mkdir()
-    again = "start = andon.load('mine', model, optimizer, scheduler)"
-    loads = f"    if step == 25 and start == 0:\n        {again}\n        continue\n"
-    (run / "mine.py").write_text(SCRIPT.replace("    if step % 10", loads + "    if step % 10"))
-    code, output = andon("run", "--workers=2", "mine.py", "30", "even", "0", cwd=run)
-    assert code == 0, output
-    assert returns_in_ledger(run, 30) == [20]
+    script = SCRIPT.replace("\n    if step % 10", LOADS.replace("DIES", str(dies)))
+    first = f"import os\nloads = set() if group.joins else {{25}} if {dies} else {{20, 25}}\nfor step in model.steps"
+    (run / "mine.py").write_text(script.replace("for step in model.steps", first))
+    code, output = andon("run", "--workers=2", "mine.py", "30", "off", "0.02", cwd=run)
+    assert code == 0 and ("was lost" in output) == dies, output
+    assert returns_in_ledger(run, 30) == ([20] if dies else [20, 20])
     assert_ended_alike(run, alone, 30)
 
 
-def test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_script_that_loads_when_a_step_has_no_loss_survives_the_loss_of_a_worker(tmp_path: Path) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 30)
+    script_that_dies(run, "exchange", 15, rank=1)
+    script = (run / "mine.py").read_text()
+    loads = "totals = optimizer.step(clip=1.0)\n    if totals.loss != totals.loss:\n"
+    loads += "        andon.load('mine', model, optimizer, scheduler)\n        continue\n"
+    (run / "mine.py").write_text(script.replace("optimizer.step(clip=1.0)\n", loads))
+    code, output = andon("run", "--workers=3", "mine.py", "30", "off", "0", cwd=run)
+    assert code == 0 and "was lost" in output, output
+    assert returns_in_ledger(run, 30) == []
+    assert_ended_alike(run, alone, 30)
+
+
+def test_the_ledger_of_a_script_goes_on_in_its_next_loop(tmp_path: Path) -> None:
+    script = SCRIPT.replace("(start, int(sys.argv[1]))", "(first, 20)")
+    begin, end = script.index("for step in model.steps"), script.index("if group.rank == 0:\n    print(andon.digest")
+    body = script[begin:end].replace("\n", "\n    ") + "    if step == last:\n            break\n"
+    loops = f"for first, last in ((0, 9), (10, 19)):\n    {body}"
+    (tmp_path / "mine.py").write_text(script[:begin] + loops + script[end:])
+    code, output = andon("run", "--workers=2", "mine.py", "20", "even", "0", cwd=tmp_path)
+    assert code == 0, output
+    assert returns_in_ledger(tmp_path, 18) == [], "the last two steps are reported by the steps after them"
+
+
+EVALUATES = """
+    model.eval()
+    with torch.no_grad():
+        value = model(torch.ones(16, 8)).sum().item()
+    model.train()
+    print(step, value, file=open(f"value-{os.getpid()}", "a"))
+    if step % 10"""
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_evaluation_never_uses_the_weights_of_a_lost_worker(tmp_path: Path, overlap: bool) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 30)
+    script_that_dies(run, "optimizer", 22, rank=1)  # the others miss the weights of its update
+    script = (run / "mine.py").read_text().replace("slots=6", f"slots=6, overlap_gather={overlap}")
+    (run / "mine.py").write_text(script.replace("\n    if step % 10", EVALUATES))
+    code, output = andon("run", "--workers=3", "mine.py", "30", "even", "0", cwd=run)
+    assert code == 0 and "was lost" in output, output
+    values = {line for path in run.glob("value-*") for line in path.read_text().splitlines()}
+    assert len(values) == 30, "every value of a step is the same one"
+    assert_ended_alike(run, alone, 30)
+
+
+@pytest.mark.parametrize("all_die", [False, True])
+def test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint(tmp_path: Path, all_die: bool) -> None:
     script_that_dies(tmp_path / "run", "exchange", 5, rank=2)  # it owns the state of all weights
+    if all_die:
+        script = (tmp_path / "run" / "mine.py").read_text().replace("group.rank) == ", "2) == ")
+        (tmp_path / "run" / "mine.py").write_text(script.replace('"died"', "f\"died-{os.environ['ANDON_RANK']}\""))
     code, output = andon("run", "--workers=3", "mine.py", "30", "even", "0", cwd=tmp_path / "run")
     assert code == 1 and "The run cannot go on" in output and "there is no checkpoint" in output, output
     assert not (tmp_path / "run" / "mine" / "checkpoints").exists() or not saved_steps(tmp_path / "run")
@@ -245,6 +310,32 @@ def test_a_worker_that_is_killed_after_the_last_step_is_an_error(tmp_path: Path)
     assert code == 1 and "A worker of mine.py was killed after the last step" in output, output
 
 
+def test_a_halt_stays_a_halt_if_a_worker_is_killed_meanwhile(tmp_path: Path) -> None:
+    loss = "F.cross_entropy(model(torch.randn(16, 8) + y[:, None]), y)"
+    script = SCRIPT.replace(loss, f"{loss} * (float('nan') if step == 5 else 1)")
+    dies = "import os\ndef step_or_die(clip):\n    try:\n        return optimizer.step(clip)\n"
+    dies += "    except andon.JidokaHalt:\n        if group.rank == 1:\n            os.kill(os.getpid(), 9)\n"
+    dies += "        raise\n"
+    script = script.replace("optimizer.step(", "step_or_die(")
+    (tmp_path / "mine.py").write_text(script.replace("start = andon.load", f"{dies}start = andon.load"))
+    code, output = andon("run", "--workers=3", "mine.py", "10", "off", "0", cwd=tmp_path)
+    assert code == 3, output
+
+
+def test_the_last_line_of_a_failed_worker_is_shown_however_it_begins(tmp_path: Path) -> None:
+    script = "import os, sys\nprint('one\\n  a line')\nsys.exit(int(os.environ['ANDON_RANK']))\n"
+    (tmp_path / "mine.py").write_text(script)
+    code, output = andon("run", "--workers=2", "mine.py", cwd=tmp_path)
+    assert code == 1 and "a line" in output and "It wrote nothing" not in output, output
+
+
+def test_a_script_may_leave_its_folder_before_it_begins(tmp_path: Path) -> None:
+    leaves = "import os\nsys.argv[0] = 'other'\nos.makedirs('elsewhere', exist_ok=True)\nos.chdir('elsewhere')\n"
+    (tmp_path / "mine.py").write_text(SCRIPT.replace("group = andon.init", f"{leaves}group = andon.init"))
+    code, output = andon("run", "--workers=2", "mine.py", "3", "off", "0", cwd=tmp_path)
+    assert code == 0 and (tmp_path / "elsewhere" / "digest").exists(), output
+
+
 def test_a_worker_whose_script_has_changed_does_not_join(tmp_path: Path) -> None:
     alone, run = tmp_path / "alone", tmp_path / "run"
     undisturbed_script(alone, 40)
@@ -274,3 +365,16 @@ def test_a_worker_takes_part_again_only_in_the_loop_that_it_has_reached(tmp_path
     assert code == 0 and "was lost" in output, output
     assert ("cannot join: it has another loop over steps" in output) == (step > 10), output
     assert_ended_alike(run, alone, 20)
+
+
+def test_a_worker_does_not_take_part_in_a_loop_with_other_bounds(tmp_path: Path) -> None:
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 40)
+    script_that_dies(run, "exchange", 26, rank=1)
+    script = (run / "mine.py").read_text()
+    (run / "mine.py").write_text(script.replace("(start, int(sys.argv[1]))", "(start, start + 20)"))
+    for _ in range(2):
+        code, output = andon("run", "--workers=3", "mine.py", "", "off", "0.05", cwd=run)
+        assert code == 0, output
+    assert "cannot join: it has another loop over steps" in output, output
+    assert_ended_alike(run, alone, 40)

@@ -4,10 +4,8 @@ A worker that replaces a lost one runs the script from its first line, alone, an
 loop begins (`model.steps`). Only then is it ready, so that the others do not wait for it before.
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from blake3 import blake3
 
@@ -25,10 +23,12 @@ from andon.transport.registry import fastest_here, open_group
 class ScriptWorker:
     """Opens the groups of one worker, generation by generation."""
 
-    def __init__(self, client: CoordinatorClient, settings: Settings, joins: bool) -> None:
-        self.client, self.settings = client, settings
+    def __init__(self, client: CoordinatorClient, settings: Settings, joins: bool, edited: bool) -> None:
+        """`joins`: the run has begun without this worker. `edited`: its script is not that of the run's start."""
+        self.client, self.settings, self._edited = client, settings, edited
         self._is_member = not joins
-        self._script = blake3(Path(sys.argv[0]).read_bytes()).hexdigest()
+        if edited and not joins:
+            self._refuse(["script"])
         first = LocalGroup(settings.wire) if joins else self._open()
         self.group = ChangingGroup(first, self.go_on, client.report, client.went_back, joins)
         self.group.stop_wanted, self.group.change_wanted = client.stop.is_set, client.change.is_set
@@ -46,8 +46,7 @@ class ScriptWorker:
         group, model = self.group, optimizer.model
         units = model.arena.layout.units
         mine = {
-            "script": self._script,
-            "loop over steps": group.loops,
+            "loop over steps": list(group.loop),
             "number of slots": model.membership.order.slots,
             "seed": model.seed,
             "set of parameters": blake3(repr([(unit.name, unit.sizes) for unit in units]).encode()).hexdigest(),
@@ -55,12 +54,17 @@ class ScriptWorker:
         }
         everyone = group.all_gather_json([group.joins, mine])
         theirs = next((fields for joins, fields in everyone if not joins), mine)
-        if group.joins and (other := [name for name, value in mine.items() if theirs[name] != value]):
-            what = f"A worker that was started again cannot join: it has another {' and another '.join(other)}"
-            cause = "The script or its files have changed since the start, or the others are in a later loop"
-            self.client.emit(event("note", text=f"{what}. {cause}"))
-            self.client.close()
-            raise UserError(what, cause, "The others go on. To use what has changed, stop the run and start it again")
+        other = ["script"] * self._edited + [name for name, value in mine.items() if theirs[name] != value]
+        if group.joins and other:
+            self._refuse(other)
+
+    def _refuse(self, other: list[str]) -> NoReturn:
+        """Leave the run, because this worker would compute something else than the others."""
+        what = f"A worker cannot join: it has another {' and another '.join(other)}"
+        cause = "The script or its files have changed since the start, or the others are in another loop"
+        self.client.emit(event("note", text=f"{what}. {cause}"))
+        self.client.close()
+        raise UserError(what, cause, "The others go on. To use what has changed, stop the run and start it again")
 
     def go_on(self, optimizer: Any, why: Exception | None) -> None:
         """Leave the group, if there is one, and enter the next generation; `GroupError` if there is none."""
@@ -85,7 +89,7 @@ class ScriptWorker:
                 group.become(self._open())
                 self._compare(optimizer)
                 recovery = optimizer.enter(Membership.of(group, slots), client.recorded)
-                enter_generation(optimizer, recovery)
+                enter_generation(optimizer, recovery, client.recorded)
             except GroupError as failure:
                 why = failure
                 continue

@@ -68,8 +68,8 @@ def _chosen_by_launcher() -> Numerics:
 
 def _open(settings: Settings) -> Group:
     if found := join_launcher():
-        client, joins = found
-        return ScriptWorker(client, settings, joins).group
+        client, joins, edited = found
+        return ScriptWorker(client, settings, joins, edited).group
     _read_slurm()
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     group = LocalGroup(settings.wire) if alone else _open_torchrun(settings)

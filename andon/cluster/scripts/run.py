@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from blake3 import blake3
 from rich.console import Console
 
 from andon.cluster.processes import Process, Workers, execute, log_of
@@ -36,6 +37,7 @@ from andon.transport.registry import TRANSPORTS, fastest_here
 ADDRESS = "ANDON_COORDINATOR"
 RANK = "ANDON_RANK"
 NUMERICS = "ANDON_NUMERICS"
+SCRIPT = "ANDON_SCRIPT"  # the digest of the script that a worker runs
 PATIENCE_SECONDS = 60.0  # time for a worker to leave its group when another one is lost
 RESTARTS = 100  # of lost workers, in all
 
@@ -55,7 +57,7 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         logs.mkdir(parents=True, exist_ok=True)
         ledger = stack.enter_context(contextlib.closing(Ledger(logs.parent, 0)))
         goes_on = GoesOn(1, PATIENCE_SECONDS, ledger, possible=TRANSPORTS[fastest_here(count)].goes_on)
-        job = {"data": "", "folder_mark": ""}
+        job = {"data": "", "folder_mark": "", "script": _digest(script)}
         coordinator = Coordinator(job, count, lambda event: show(event, console), credentials, goes_on=goes_on)
         stack.enter_context(contextlib.closing(coordinator))
         host, port = coordinator.address
@@ -78,7 +80,7 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         what = f"{workers.first_failure} ended {script.name} with exit code {code}"
         show_error(console, UserError(what, _last_lines(workers, logs), f"Look at {logs}"))
-    elif incomplete:
+    elif incomplete and code == 0:
         cause = "What it does after the last step may be missing"
         raise UserError(
             f"A worker of {script.name} was killed after the last step", cause, "Run the same command again"
@@ -99,12 +101,13 @@ def _last_lines(workers: Workers, logs: Path) -> str:
         with contextlib.suppress(OSError):
             lines = log_of(logs, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
             traceback = [number for number, line in enumerate(lines, 1) if line.startswith(" ")]
-            return ". ".join(lines[max(traceback, default=0) :]) or "It wrote nothing"
+            return ". ".join(lines[max(traceback, default=0) :] or lines[-1:]) or "It wrote nothing"
     return "Its output is above"
 
 
-def join_launcher() -> tuple[CoordinatorClient, bool] | None:
-    """Join the launcher of `andon run`; returns the client, and whether the run has begun. None without a launcher."""
+def join_launcher() -> tuple[CoordinatorClient, bool, bool] | None:
+    """Join the launcher of `andon run`; returns the client, whether the run has begun, and whether the script has
+    changed since the launcher read it. None without a launcher."""
     if ADDRESS not in os.environ:
         return None
     host, _, port = os.environ[ADDRESS].rpartition(":")
@@ -115,14 +118,23 @@ def join_launcher() -> tuple[CoordinatorClient, bool] | None:
         if not client.wait_for_generation():
             client.leave(EXIT_STOPPED)
             sys.exit(EXIT_STOPPED)
-    atexit.register(client.leave, 0)  # the launcher takes the exit code from the process
-    return client, bool(job.get("joins"))
+    atexit.register(_leave, client)
+    return client, bool(job.get("joins")), job.get("script") != os.environ[SCRIPT]
+
+
+def _leave(client: CoordinatorClient) -> None:
+    """Leave the run at the end of the script, whose exit code the launcher takes from the process."""
+    if isinstance(getattr(sys, "last_value", None), PeerLost):
+        client.close()  # lost, like the peer: the others go on, and the launcher starts both again
+    else:
+        client.leave(0)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one worker of `andon run`: the script with its arguments; returns its exit code."""
     script, *rest = arguments
     name_process(f"andon-rank-{os.environ[RANK]}")
+    os.environ[SCRIPT] = _digest(Path(script))  # now: later it may have been edited, or the folder may be another
     sys.argv = [script, *rest]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
@@ -131,7 +143,14 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if (code := show_without_traceback(error)) is None:
             raise
-        return EXIT_PEER_LOST if isinstance(error, PeerLost) else code
+        if isinstance(error, PeerLost):
+            sys.last_value = error  # as if nobody had caught it: nothing waits for the peer at exit
+            return EXIT_PEER_LOST
+        return code
+
+
+def _digest(script: Path) -> str:
+    return blake3(script.read_bytes()).hexdigest()
 
 
 def show_without_traceback(error: BaseException) -> int | None:

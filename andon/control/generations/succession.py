@@ -209,7 +209,7 @@ class Succession:
                 if message["generation"] == self.ledger.generation:  # it may be sent twice, the second time too late
                     self._part(worker, message["lost"], message["why"][:1000])
             case "back":
-                self.ledger.go_back(message["generation"], message["step"])
+                self.ledger.go_back(message["generation"], message["number"], message["step"])
                 self.reported_step = message["step"]
             case "commit":
                 try:

@@ -53,6 +53,8 @@ class CoordinatorClient:
         """Whether this is not the first generation, so that others may have the run's state."""
         self.recorded = 0
         """The last step in the run's ledger when the generation began."""
+        self._returns = 0
+        """How often this generation has gone back to a checkpoint."""
         self.stop = threading.Event()
         self.change = threading.Event()
         """Set while a worker waits to join, or is to leave."""
@@ -145,7 +147,7 @@ class CoordinatorClient:
         self.keys = LinkKeys(message["generation"], issued).sealed(self._token)
         self.rank, self.world_size, self.recorded = message["rank"], message["world_size"], message["recorded"]
         self.hosts, self.host, self.local_rank = message["hosts"], message["host"], message["local_rank"]
-        self.later = bool(message["later"])
+        self.later, self._returns = bool(message["later"]), 0
         return True
 
     def part(self, why: str, lost: int | None) -> bool:
@@ -201,7 +203,8 @@ class CoordinatorClient:
 
     def went_back(self, generation: int, step: int) -> None:
         """Report that this generation goes on from the checkpoint of a step."""
-        self.send("back", generation=generation, step=step)
+        self._returns += 1
+        self.send("back", generation=generation, number=self._returns, step=step)
 
     def fail(self, what: str, cause: str, remedy: str) -> None:
         """Report why this worker cannot go on."""

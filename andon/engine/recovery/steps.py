@@ -21,6 +21,7 @@ class StepEnder(Protocol):
 
     progress: Progress
     commit: Commit
+    turns: int
     goes_on: bool
     failure: GroupError | None
     before_end: Callable[[], None]
@@ -34,23 +35,21 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
     offset = start - progress.step
     changing = group if isinstance(group, ChangingGroup) else None
     if changing:
-        changing.loops += 1
+        changing.loop = changing.loop[0] + 1, offset, end
     optimizer.goes_on = changing is not None
-    reported = progress.step
 
     def report(until: int) -> None:
         """Report the steps that every rank has committed, for the ledger."""
-        nonlocal reported
-        if changing and group.rank == 0 and reported < until:
-            records = optimizer.commit.records
-            changing.report([records[step] for step in range(reported + 1, until + 1) if step in records])
-            reported = until
+        if changing and group.rank == 0 and changing.reported < until:
+            records, after = optimizer.commit.records, changing.reported + 1
+            changing.report([records[step] for step in range(after, until + 1) if step in records])
+            changing.reported = until
 
     if changing and changing.joins:
         changing.go_on(optimizer, None)
     try:
         while True:
-            before = progress.step
+            before, turns = progress.step, optimizer.turns
             try:
                 if before + offset >= end:
                     optimizer.before_end()
@@ -62,16 +61,17 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
                 optimizer.failure = error
             if not optimizer.failure:
                 yield before + offset
-                if not optimizer.failure and progress.step == before:
+                if not optimizer.failure and optimizer.turns == turns:
                     raise RuntimeError(
                         f"step {before + offset} was not ended: call optimizer.step() once in every step"
                     )
-            reported = min(reported, progress.step - 1)  # the script may have loaded an earlier checkpoint
+            if changing:
+                changing.reported = min(changing.reported, progress.step - 1)  # the script may have gone back
             report(progress.step - 1)  # a rank takes part in a step only after it has committed the one before
             if changing and (optimizer.failure or optimizer.change.agreed):
                 failure, optimizer.failure = optimizer.failure, None
                 changing.go_on(optimizer, failure)
-                reported = min(reported, progress.step)
+                changing.reported = min(changing.reported, progress.step)
             elif optimizer.failure:
                 raise optimizer.failure
     finally:

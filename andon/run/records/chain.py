@@ -15,8 +15,8 @@ class Chain:
     def __init__(self, step: int = 0) -> None:
         self.step = step
         """The last recorded step."""
-        self.cut_in = -1
-        """The last generation that began with a return to a checkpoint."""
+        self.cut_in = -1, 0
+        """Of the last return to a checkpoint: its generation, and which one of the generation's returns it is."""
         self._early: dict[int, Any] = {}
 
     def add(self, step: int, record: Any) -> Iterator[Any]:
@@ -27,9 +27,9 @@ class Chain:
             self.step += 1
             yield self._early.pop(self.step)
 
-    def cut(self, generation: int, step: int) -> bool:
-        """A rank reports that its generation begins after the checkpoint of a step; False if another rank has."""
-        if generation <= self.cut_in:
+    def cut(self, generation: int, number: int, step: int) -> bool:
+        """A rank reports a return of its generation to the checkpoint of a step; False if another rank has."""
+        if (generation, number) <= self.cut_in:
             return False
-        self.cut_in, self.step, self._early = generation, step, {}
+        self.cut_in, self.step, self._early = (generation, number), step, {}
         return True

@@ -74,9 +74,9 @@ class Ledger:
         for each in self.chain.add(record["step"], record):
             self._write(each)
 
-    def go_back(self, generation: int, step: int) -> None:
-        """A rank reports that its generation goes on from a checkpoint."""
-        if self.chain.cut(generation, step):
+    def go_back(self, generation: int, number: int, step: int) -> None:
+        """A rank reports that its generation goes on from a checkpoint; `number` counts its returns in a generation."""
+        if self.chain.cut(generation, number, step):
             self._write({"back": step, "generation": generation})
 
     def close(self) -> None:
