@@ -20,7 +20,7 @@ import numpy as np
 from andon.board.curves import Curve, Floats, downsample
 from andon.board.story import Story
 from andon.board.text import integer, number
-from andon.run.records.events import Event
+from andon.run.records.events import Event, tail
 
 OPTIONAL = ("mfu", "accuracy")
 """Columns that only some kinds of runs have, each as the last number of its steps."""
@@ -41,7 +41,6 @@ PARSED_AT_ONCE = 6_000  # steps of such a file, at most
 BULK_LINES = 400  # from here on, lines are parsed in bulk
 STRIP_STEPS = 160  # whose phases are kept
 MOST_REDONE, POINTS_REDONE = 24, 200
-TAIL_BYTES = 256 << 10  # enough for the last steps
 
 
 def is_run(folder: Path) -> bool:
@@ -213,15 +212,6 @@ def plain_step(line: bytes) -> tuple[bytes, ...] | None:
         return None
     last = None if line.endswith(b"}}") else LAST.search(line, max(0, len(line) - 40))
     return *found.groups(), *(last[2] if last and last[1] == name.encode() else b"nan" for name in OPTIONAL)
-
-
-def tail(path: Path) -> list[bytes]:
-    """The last lines of a file."""
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
-        lines = file.read().split(b"\n")
-    return lines[1 if size > TAIL_BYTES else 0 : -1]
 
 
 def by_rank(values: Any) -> list[float]:

@@ -24,7 +24,7 @@ Emit = Callable[[Event], None]
 MAX_WAITING_BYTES = 64 << 20  # of events that wait for the disk
 RETRY_SECONDS = 1.0  # between attempts to write to a disk that fails
 CLOSE_SECONDS = 10.0  # that the end of a run waits for the disk
-TAIL_BYTES = 1 << 18  # of metrics.jsonl, in which `last_step` looks
+TAIL_BYTES = 1 << 18  # of metrics.jsonl: enough for the last steps
 OWN_FILES = {"done": "summary.json", "halt": "halt.json"}
 MAX_INT: Final = 1 << 62
 MAX_DEPTH: Final = 6
@@ -240,12 +240,19 @@ def cut_last_line(path: Path) -> None:
             os.truncate(path, data.rfind(b"\n") + 1)
 
 
+def tail(path: Path) -> list[bytes]:
+    """The last lines of a file, without an incomplete one."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        lines = file.read().split(b"\n")
+    return lines[1 if size > TAIL_BYTES else 0 : -1]
+
+
 def last_step(folder: Path) -> int:
     """The last step among the last events of a run; -1 if there is none."""
     try:
-        with open(folder / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            found = [json.loads(line) for line in file.read().split(b"\n")[1:-1]]
+        found = [json.loads(line) for line in tail(folder / "metrics.jsonl")]
         return max((event["step"] for event in found if event["event"] == "step"), default=-1)
     except (OSError, ValueError, KeyError, TypeError):
         return -1
