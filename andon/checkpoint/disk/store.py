@@ -127,9 +127,9 @@ def load_state(folder: Path) -> dict[str, Any]:
         return state
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{folder} cannot be resumed",
+            f"{folder} is not a checkpoint that Andon wrote",
             f"state.json: {error}",
-            "Name a checkpoint that Andon wrote, or --resume none",
+            "Name one, such as runs/default/checkpoints/checkpoint-500; `andon checkpoint ls runs/default` shows them",
         ) from None
 
 
