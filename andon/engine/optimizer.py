@@ -104,7 +104,7 @@ class Optimizer(torch.optim.Optimizer):
         except GroupError as failure:
             if not self.goes_on:
                 raise
-            self.failure = failure
+            self.failure = self.model.gather.failure = failure
             if self.commit.step > before:  # only the gather failed: the step is done, and is not repeated
                 return replace(Totals.of(self.commit.verdict[0]), gathered=False)
             return self._not_committed()
@@ -112,7 +112,7 @@ class Optimizer(torch.optim.Optimizer):
     def _not_committed(self) -> Totals:
         """A worker was lost before the verdict on the step: it is repeated."""
         self.before_redo()
-        return Totals(math.nan, 0, math.nan, committed=False)
+        return Totals(math.nan, 0, math.nan, committed=False, gathered=False)
 
     def _gather_failed(self, failure: GroupError) -> None:
         """Forward has no weights, because a worker was lost in the gather: the step that it begins is repeated."""
@@ -220,6 +220,7 @@ class Optimizer(torch.optim.Optimizer):
 
         `recorded` is the last step that the run's ledger has. If the state is lost, a checkpoint has to be loaded."""
         group = membership.group
+        self.model.gather.failure = None  # the weights from which a late step is updated are complete
         standing = self.commit.standing(() if self.is_new else self.rule.updated, recorded)
         standings = [Standing.of(fields) for fields in group.all_gather_json(standing.fields())]
         recovery = plan_recovery(standings, self.model.arena.layout.size)

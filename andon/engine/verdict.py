@@ -42,8 +42,8 @@ class Totals:
     """False: a worker was lost before the verdict. `model.steps` gives the step again unless another rank has committed
     it."""
     gathered: bool = True
-    """False: a worker was lost after the verdict, so this rank misses weights that others have updated. They are
-    complete when `model.steps` gives the next step."""
+    """False: a worker was lost, so this rank has the weights before the step, or lacks some that others have updated.
+    They are complete when `model.steps` gives the next step."""
 
     @classmethod
     def add_up(cls, reports: Sequence[Report], norm_of_sum: float) -> Totals:

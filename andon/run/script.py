@@ -70,8 +70,8 @@ def save(
 ) -> None:
     """Save after a step, counted from 0, in the background of the steps after it. All ranks call it together."""
     checkpoints = _checkpoints(folder, model, optimizer, scheduler, keep)
-    assert checkpoints.is_open, "a worker that has not joined has nothing to save"
-    checkpoints.save(step)
+    if checkpoints.is_open:  # a worker that joins has nothing to save before the loop
+        checkpoints.save(step)
 
 
 def digest(module: nn.Module) -> str:
@@ -280,7 +280,10 @@ def _go_back(optimizer: Optimizer, checkpoints: ScriptCheckpoints | None, record
         return
     if any(optimizer.model.group.all_gather_json(optimizer.commit.step)) or recorded:
         cause = "Workers were lost that alone had a part of the optimizer's state, and there is no checkpoint"
-        raise UserError("The run cannot go on", cause, 'Save now and then, or make the optimizer with zero="off"')
+        remedy = "Save now and then" + (
+            ', or make the optimizer with zero="off"' if optimizer.zero.policy != "off" else ""
+        )
+        raise UserError("The run cannot go on", cause, remedy)
     optimizer.go_on_from(0)  # no rank has committed a step: its weights are the first ones
 
 

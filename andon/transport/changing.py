@@ -21,19 +21,34 @@ Report = Callable[[Sequence[Any]], None]
 """Reports committed steps to the run's ledger."""
 WentBack = Callable[[int, int], None]
 """(generation, step): reports to the ledger that a generation continues from the checkpoint of a step."""
+Loop = tuple[int, int, int]
+"""A loop over steps (`model.steps`): the number of loops that the script has begun with it, the difference between its
+step numbers and those of the run, and its end."""
+BeginLoop = Callable[[Loop], None]
+"""Tells workers that join later, when nobody else may be left, in which loop the run is."""
 
 
 class ChangingGroup(Group):
     """Delegates every operation to the group of the current generation."""
 
-    def __init__(self, now: Group, go_on: GoOn, report: Report, went_back: WentBack, joins: bool) -> None:
+    def __init__(
+        self, now: Group, go_on: GoOn, report: Report, went_back: WentBack, begin_loop: BeginLoop, joins: bool
+    ) -> None:
         self.go_on, self.report, self.went_back, self.joins = go_on, report, went_back, joins
-        self.loop = 0, 0, 0
-        """Of the loop over steps (`model.steps`) that began last: how many there were with it, the difference between
-        its numbers and those of the run's steps, and its end."""
+        self._begin_loop = begin_loop
+        self.loop: Loop = (0, 0, 0)
+        """The loop over steps that began last."""
+        self.reduced_alone = False
+        """Whether a worker that joins has reduced a tensor by itself, which the others did together."""
         self.reported = 0
         """The last step that this worker has reported, or that it did not have to report."""
         self.become(now)
+
+    def begin_loop(self, offset: int, end: int) -> None:
+        """The script begins a loop over steps."""
+        self.loop = self.loop[0] + 1, offset, end
+        if not self.joins:
+            self._begin_loop(self.loop)
 
     def become(self, now: Group) -> None:
         """Delegate to the group of another generation."""
@@ -51,6 +66,7 @@ class ChangingGroup(Group):
         return self.now.all_gather_bytes(data)
 
     def all_reduce(self, nodes: torch.Tensor, order: Order | None = None) -> None:
+        self.reduced_alone |= self.joins
         self.now.all_reduce(nodes, order)
 
     def exchange_order(self, units: Units) -> Sequence[int]:

@@ -6,6 +6,7 @@ from tests.mutants import Mutant
 
 MODEL = "membership/test_generations.py::test_every_interleaving_keeps_the_promises"
 SCRIPTS = "membership/test_scripts_go_on.py"
+JOIN = "membership/test_scripts_join.py"
 GOES_ON = "membership/test_goes_on.py::test_a_killed_worker_comes_back_and_the_answer_stays"
 
 MUTANTS = [
@@ -242,8 +243,8 @@ MUTANTS = [
         "if group.joins and other:",
         "if group.joins is None:",
         (
-            f"{SCRIPTS}::test_a_worker_whose_script_has_changed_does_not_join",
-            f"{SCRIPTS}::test_a_worker_takes_part_again_only_in_the_loop_that_it_has_reached",
+            f"{JOIN}::test_a_worker_whose_script_has_changed_does_not_join",
+            f"{JOIN}::test_a_worker_takes_part_again_only_in_the_loop_that_it_has_reached",
         ),
     ),
     Mutant(
@@ -252,7 +253,7 @@ MUTANTS = [
         "cluster/scripts/run.py",
         'job.get("script") != os.environ[SCRIPT]',
         "False",
-        (f"{SCRIPTS}::test_a_worker_whose_script_has_changed_does_not_join",),
+        (f"{JOIN}::test_a_worker_whose_script_has_changed_does_not_join",),
     ),
     Mutant(
         "script-is-read-late",
@@ -266,9 +267,9 @@ MUTANTS = [
         "joins-a-loop-with-other-bounds",
         "A worker joins the others in a loop that ends at another step.",
         "cluster/scripts/group.py",
-        '"loop over steps": list(group.loop),',
-        '"loop over steps": group.loop[0],',
-        (f"{SCRIPTS}::test_a_worker_does_not_take_part_in_a_loop_with_other_bounds",),
+        "            LOOP: list(group.loop),",
+        "            LOOP: group.loop[0],",
+        (f"{JOIN}::test_a_worker_does_not_take_part_in_a_loop_with_other_bounds",),
     ),
     Mutant(
         "evaluates-incomplete-weights",
@@ -276,15 +277,47 @@ MUTANTS = [
         "engine/optimizer.py",
         "if not (self.goes_on and self.model.trains):",
         "if not self.goes_on:",
-        (f"{SCRIPTS}::test_an_evaluation_never_uses_the_weights_of_a_lost_worker",),
+        (f"{SCRIPTS}::test_an_evaluation_uses_the_weights_after_its_step",),
     ),
     Mutant(
-        "failed-gather-is-forgotten",
-        "Weights count as complete after a gather that failed while nobody else waited.",
-        "engine/gradients/gather.py",
-        "            self._failure = failure\n",
+        "failed-step-is-evaluated",
+        "The weights count as those after a step that was not committed, or not gathered.",
+        "engine/optimizer.py",
+        "self.failure = self.model.gather.failure = failure",
+        "self.failure = failure",
+        (f"{SCRIPTS}::test_an_evaluation_uses_the_weights_after_its_step",),
+    ),
+    Mutant(
+        "loop-of-lost-workers-is-forgotten",
+        "Workers that replace all others go on in another loop over steps.",
+        "cluster/scripts/group.py",
+        "            if mine != members[0]:",
+        "            if not members:",
+        (f"{JOIN}::test_a_worker_does_not_take_part_in_a_loop_with_other_bounds",),
+    ),
+    Mutant(
+        "joins-with-its-own-mean",
+        "A worker joins with a mean that it has computed alone.",
+        "transport/changing.py",
+        "        self.reduced_alone |= self.joins\n",
         "",
-        (f"{SCRIPTS}::test_an_evaluation_never_uses_the_weights_of_a_lost_worker",),
+        (f"{JOIN}::test_a_worker_that_computes_alone_what_the_others_computed_together_does_not_join",),
+    ),
+    Mutant(
+        "stopped-without-workers-is-done",
+        "A script that is stopped while it waits for workers has succeeded.",
+        "cluster/scripts/run.py",
+        "and coordinator.failures and goes_on.possible:",
+        "and coordinator.failures is None:",
+        (f"{SCRIPTS}::test_a_run_that_is_stopped_while_all_its_workers_are_started_again_is_not_done",),
+    ),
+    Mutant(
+        "save-before-the-loop-fails",
+        "A worker that joins fails if the script saves before its loop.",
+        "run/script.py",
+        "    if checkpoints.is_open:  # a worker that joins has",
+        "    if checkpoints.is_open or 1 / 0:  # a worker that joins has",
+        (f"{SCRIPTS}::test_a_script_that_loads_when_a_step_has_no_loss_survives_the_loss_of_a_worker",),
     ),
     Mutant(
         "peer-loss-ends-the-script",
@@ -292,7 +325,7 @@ MUTANTS = [
         "cluster/scripts/run.py",
         'if isinstance(getattr(sys, "last_value", None), PeerLost):',
         "if False:",
-        (f"{SCRIPTS}::test_an_evaluation_never_uses_the_weights_of_a_lost_worker",),
+        (f"{SCRIPTS}::test_an_evaluation_uses_the_weights_after_its_step",),
     ),
     Mutant(
         "begins-again-without-a-word",

@@ -4,6 +4,7 @@ A worker that replaces a lost one runs the script from its first line, alone, an
 loop begins (`model.steps`). Only then is it ready, so that the others do not wait for it before.
 """
 
+import json
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -15,9 +16,12 @@ from andon.errors import UserError
 from andon.run.records.events import event
 from andon.run.script import enter_generation, leave_generation
 from andon.transport.base import SOMEONE, Group, GroupError, Settings
-from andon.transport.changing import ChangingGroup
+from andon.transport.changing import ChangingGroup, Loop
 from andon.transport.local import LocalGroup
 from andon.transport.registry import fastest_here, open_group
+
+LOOP = "loop over steps"
+"""What a user reads of it, and the coordinator's key of the last one."""
 
 
 class ScriptWorker:
@@ -30,8 +34,11 @@ class ScriptWorker:
         if edited and not joins:
             self._refuse(["script"])
         first = LocalGroup(settings.wire) if joins else self._open()
-        self.group = ChangingGroup(first, self.go_on, client.report, client.went_back, joins)
+        self.group = ChangingGroup(first, self.go_on, client.report, client.went_back, self._begin_loop, joins)
         self.group.stop_wanted, self.group.change_wanted = client.stop.is_set, client.change.is_set
+
+    def _begin_loop(self, loop: Loop) -> None:
+        self.client.ask_store("set", LOOP, json.dumps(loop))
 
     def _open(self) -> Group:
         client = self.client
@@ -46,22 +53,32 @@ class ScriptWorker:
         group, model = self.group, optimizer.model
         units = model.arena.layout.units
         mine = {
-            "loop over steps": list(group.loop),
+            LOOP: list(group.loop),
             "number of slots": model.membership.order.slots,
             "seed": model.seed,
             "set of parameters": blake3(repr([(unit.name, unit.sizes) for unit in units]).encode()).hexdigest(),
             "value of parameters that are not trained": model.frozen,
         }
         everyone = group.all_gather_json([group.joins, mine])
-        theirs = next((fields for joins, fields in everyone if not joins), mine)
+        members = [fields for joins, fields in everyone if not joins]
+        if not members and self.client.ask_store("check", LOOP):  # which all that are lost have begun
+            members = [{**mine, LOOP: json.loads(self.client.ask_store("get", LOOP))}]
+            if mine != members[0]:
+                what = "The run cannot go on"
+                cause = "All workers were lost, in another loop over steps than those that were started again"
+                remedy = "Run the same command again: it resumes from the newest checkpoint"
+                self.client.fail(what, cause, remedy)
+                raise UserError(what, cause, remedy)
+        theirs = members[0] if members else mine
         other = ["script"] * self._edited + [name for name, value in mine.items() if theirs[name] != value]
+        other += ["result of andon.mean, which it computed alone"] * group.reduced_alone
         if group.joins and other:
             self._refuse(other)
 
     def _refuse(self, other: list[str]) -> NoReturn:
         """Leave the run, because this worker would compute something else than the others."""
         what = f"A worker cannot join: it has another {' and another '.join(other)}"
-        cause = "The script or its files have changed since the start, or the others are in another loop"
+        cause = "The script or its files have changed, or it cannot be repeated by one worker while the others train"
         self.client.emit(event("note", text=f"{what}. {cause}"))
         self.client.close()
         raise UserError(what, cause, "The others go on. To use what has changed, stop the run and start it again")

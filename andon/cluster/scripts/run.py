@@ -77,6 +77,8 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         incomplete = workers.killed & coordinator.succession.processes  # no later generation has done its work
     if workers.was_quit:
         raise UserError(f"{script.name} was ended at once", "A second Ctrl-C", "What it saved before is intact")
+    if code not in (EXIT_HALTED, EXIT_STOPPED) and coordinator.failures and goes_on.possible:
+        raise coordinator.failures[0]  # without other members a lost one says more: the end of its log
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         what = f"{workers.first_failure} ended {script.name} with exit code {code}"
         show_error(console, UserError(what, _last_lines(workers, logs), f"Look at {logs}"))

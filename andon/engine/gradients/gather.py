@@ -32,8 +32,8 @@ class Gather:
         self.membership, self._thread = membership, thread
         self._newest: dict[int, Future[None]] = {}
         """The newest gather of each unit; several threads may wait for it."""
-        self._failure: GroupError | None = None
-        """Why a gather has failed for which nobody waits any more: the weights are incomplete."""
+        self.failure: GroupError | None = None
+        """Why the weights are not those after the last step: it was not committed, or they were not all gathered."""
 
     def hook(self, module: nn.Module, overlap: bool) -> None:
         """Make the module wait before its forward and its state dict; with `overlap` each unit's module waits for its
@@ -59,15 +59,15 @@ class Gather:
             if self._overlap:
                 before = self._newest[index] = self._thread.submit(self._gather, ownership, index, before)
             else:
-                self._gather_now(ownership, index)
+                self._gather(ownership, index)
 
     def wait(self) -> None:
-        """Wait until all weights are gathered; raises the error of a failed gather."""
+        """Wait until all weights are gathered; raises the error of the step that failed."""
         self._wait(list(self._newest))
 
     def _wait(self, units: Iterable[int]) -> None:
-        if self._failure:
-            raise self._failure
+        if self.failure:
+            raise self.failure
         for index in units:
             if task := self._newest.get(index):
                 task.result()
@@ -80,13 +80,6 @@ class Gather:
                 self.on_failure(failure)
 
         module.register_forward_pre_hook(before_forward)
-
-    def _gather_now(self, ownership: Ownership, index: int) -> None:
-        try:
-            self._gather(ownership, index)
-        except GroupError as failure:
-            self._failure = failure
-            raise
 
     def _gather(self, ownership: Ownership, index: int, before: Future[None] | None = None) -> None:
         if before is not None:

@@ -35,7 +35,7 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
     offset = start - progress.step
     changing = group if isinstance(group, ChangingGroup) else None
     if changing:
-        changing.loop = changing.loop[0] + 1, offset, end
+        changing.begin_loop(offset, end)
     optimizer.goes_on = changing is not None
 
     def report(until: int) -> None:
