@@ -130,10 +130,6 @@ class Checkpointer:
         if self._saver.saved < self.asked <= step or should_save(step, self.settings.every, last=False):
             self.save(step)
 
-    def forget_later(self, step: int) -> None:
-        """A later step is repeated: its save, if one was asked for, has to be asked for again."""
-        self.asked = min(self.asked, step)
-
     def save_if_skipped(self) -> None:
         """Save the current step if it was asked for, but an earlier save had not ended then."""
         if not self._saver.failure and self._saver.saved < self.asked == self.progress.step:

@@ -75,8 +75,10 @@ class Workers:
         self.processes: dict[int, Process] = {}
         self._late: set[int] = set()
         """The process ids of workers that came too late to take part, and were killed."""
+        self._lost: set[int] = set()
+        """The process ids of workers that were killed because the run goes on without them."""
         self.killed: set[int] = set()
-        """The process ids of other workers that a signal has ended."""
+        """The process ids of workers that a signal has ended, but for the late ones."""
         self._threads: dict[int, threading.Thread] = {}
 
     def start(self, count: int) -> None:
@@ -128,6 +130,8 @@ class Workers:
                 return worst([*codes.values(), *coordinator.codes] or [EXIT_USER_ERROR])
             if code < 0 and process.pid not in self._late:
                 self.killed.add(process.pid)
+            if process.pid in self._lost:
+                code = EXIT_PEER_LOST
             if process.pid in self._late:
                 codes[number] = 0
             elif process is self.processes[number] and not self._restart(number, code, coordinator):
@@ -182,6 +186,7 @@ class Workers:
         for number, process in self.processes.items():
             lost_since = coordinator.lost_since.get(((host, number), process.pid), math.inf)
             if process.returncode is None and lost_since < before:
+                self._lost.add(process.pid)
                 process.kill()
 
     def _kill_late(self, members: Collection[int]) -> None:

@@ -40,7 +40,11 @@ class StarProcess:
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
         token, secret, tls = self.credentials.token, self.credentials.secret.hex(), self.credentials.tls
         _send(process, {"token": token, "secret": secret, "tls": asdict(tls) if tls else None})
-        _answer(process, START_SECONDS)  # wait until it has loaded torch: later answers must be quick
+        if not _answer(process, START_SECONDS):  # it has loaded torch then: later answers must be quick
+            process.kill()
+            process.communicate()
+            cause = f"Its process has ended, or has not loaded torch within {START_SECONDS:.0f} s"
+            raise UserError("The server of the star does not start", cause, "Try --group.transport ring")
         return process
 
     def serve(self, generation: int, world_size: int) -> tuple[str, int]:

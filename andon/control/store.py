@@ -74,6 +74,8 @@ class KeyValues:
         return str(total)
 
     def _set(self, key: str, value: str) -> None:
+        if key in self._values:
+            self._bytes -= ENTRY_BYTES + len(key) + len(self._values[key])
         self._grow(len(key) + len(value))
         self._values[key] = value
         for answer in self._waiting.pop(key, ()):

@@ -53,8 +53,8 @@ class Optimizer(torch.optim.Optimizer):
         """Whether `model.steps` handles the loss of a worker; otherwise the loss is raised as an error."""
         self.failure: GroupError | None = None
         """The error of a failed group, until `model.steps` has handled it."""
-        self.turns = 0
-        """How often a step has ended, or another state was loaded."""
+        self.loads = 0
+        """How often another state was loaded: a checkpoint, or the first weights."""
         self.before_redo: Callable[[], None] = lambda: None
         """Called when the group has failed in a step before its verdict: it is repeated unless another rank has it."""
         self.before_end: Callable[[], None] = lambda: None
@@ -90,8 +90,7 @@ class Optimizer(torch.optim.Optimizer):
         `clip` is the largest norm of the mean gradient; 0: it is not clipped."""
         if not isinstance(clip, int | float):
             raise TypeError("step takes no closure: `clip` is the largest norm of the gradient")
-        self.turns += 1
-        if self.failure:  # of the gather that forward waited for
+        if self.failure:  # forward waited for a gather that has failed, or the script has called load or save
             if not self.goes_on:
                 raise self.failure
             return self._not_committed()
@@ -262,7 +261,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def go_on_from(self, step: int) -> None:
         """Continue from weights, state and progress of a step: they were loaded, or are the first ones."""
-        self.turns += 1
+        self.loads += 1
         self.rule.updates = self.progress.updates
         self.commit.go_back(step)
         self.is_new = False

@@ -51,7 +51,7 @@ class DataParallel(nn.Module):
         """BLAKE3 of the parameters that are not trained; empty if all are."""
         self.arena = Arena(module, self._memory())
         group.broadcast(self.arena.weights, src=0)
-        self._connect()
+        self._connect(is_first=True)
         self.gather = Gather(self.arena, self.membership, self.exchange.thread)
         self.gather.hook(module, overlap_gather)
         module.register_forward_pre_hook(lambda *_: self._begin_if_due())
@@ -62,12 +62,12 @@ class DataParallel(nn.Module):
         on_cpu = next(self.module.parameters()).device.type == "cpu"
         return (lambda size: group.allocate(1, size)[0]) if on_cpu else None
 
-    def _connect(self) -> None:
-        """Build everything that depends on the membership."""
+    def _connect(self, is_first: bool) -> None:
+        """Build everything that depends on the membership; `is_first`: of the first generation."""
         group = self.membership.group
         self.exchange = Exchange(self.arena, self.membership)
         self.gradients = Accumulator(self.arena, self.membership, self.exchange)
-        self.buffers_of_step = Buffers(self.module, self.membership)
+        self.buffers_of_step = Buffers(self.module, self.membership, is_first)
         self._slot: int | None = None
         """The slot that has begun."""
         group.before_close.append(self.close)
@@ -80,7 +80,7 @@ class DataParallel(nn.Module):
         self.membership = membership
         self.arena.wait_for_weights = lambda: None
         self.arena.move(self._memory())
-        self._connect()
+        self._connect(is_first=False)
         self.gradients.on_gradient = on_gradient
         self.gather.enter(membership, self.exchange.thread)
         self.arena.wait_for_weights = self.gather.wait
@@ -151,7 +151,7 @@ class DataParallel(nn.Module):
         """Backward of the next slot's loss, which is the mean over its `count` tokens (or samples), or their sum.
 
         A step's gradient is the mean over all tokens of all its slots, on every rank."""
-        if not (self.optimizer and self.optimizer.failure):  # then forward had no weights, and the step is repeated
+        if not (self.optimizer and self.optimizer.failure):  # with a failure the step is repeated
             if self._slot is not None and self._slot == self.gradients.next_slot:
                 self.buffers_of_step.note(self._slot)
             count = int(count)

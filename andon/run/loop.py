@@ -174,11 +174,9 @@ class Loop(ABC):
 
     def _report(self, until: int, everyone: bool = False) -> None:
         """Report the steps that every rank has committed, for the ledger."""
-        records = self.trainer.optimizer.commit.records
         if self._ledger and (self.is_rank_0 or everyone):
-            for step in range(self._reported + 1, until + 1):
-                if step in records:
-                    self._ledger.report([records[step]])
+            for record in self.trainer.optimizer.commit.records_of(self._reported + 1, until):
+                self._ledger.report([record])
             self._reported = until
 
     def _loop(self) -> None:

@@ -47,16 +47,21 @@ def load(
         return optimizer.progress.step
     if optimizer.failure:  # a worker was lost: the step is repeated, unless it was committed
         optimizer.is_new |= not checkpoints.repeats_step
+        model.gather.failure = optimizer.failure
         return optimizer.progress.step
     try:
-        step, group = checkpoints.load(), model.membership.group
+        is_loaded, group = checkpoints.load(), model.membership.group
     except GroupError as failure:
         if not optimizer.goes_on:
             raise
-        optimizer.failure, optimizer.is_new = failure, True  # a part of the state may be that of the checkpoint
+        optimizer.failure = model.gather.failure = failure
+        optimizer.is_new = True  # a part of the state may be that of the checkpoint
         return optimizer.progress.step
-    if step and isinstance(group, ChangingGroup):
+    step = optimizer.progress.step
+    if is_loaded and isinstance(group, ChangingGroup):
+        group.report(optimizer.commit.records_of(group.reported + 1, step))
         group.went_back(group.generation, step)
+        group.reported = step
     return step
 
 
@@ -89,8 +94,8 @@ class ScriptCheckpoints:
         self.is_open = False
         """False until a worker that joins a run is a member of it."""
         self._locked: RunFolder | None = None
-        self._before_redo: tuple[int, Mapping[str, Any]] | None = None
-        """When a step has failed: the last committed step, and the options and schedule at that moment."""
+        self._before_redo: tuple[int, Mapping[str, Any], int] | None = None
+        """When a step has failed, from before it: the last committed step, options and schedule, the step to save."""
 
     def open(self, patience: float = 0.0) -> None:
         """Prepare the folder and the saves; all ranks call it together, and wait `patience` seconds for the lock."""
@@ -138,15 +143,15 @@ class ScriptCheckpoints:
         self.optimizer.model.group.barrier()
 
     def _remember(self) -> None:
-        """A step has failed: keep options and schedule, because the script changes them before it repeats the step."""
-        self._before_redo = self.optimizer.progress.step, _schedule(self.optimizer, self.scheduler)
+        """A step has failed: keep what the script changes before it repeats the step."""
+        schedule = _schedule(self.optimizer, self.scheduler)
+        self._before_redo = self.optimizer.progress.step, schedule, self.checkpointer.asked
 
     def undo(self) -> None:
         """Restore options and schedule of before a failed step, and forget its save, unless it is committed by now."""
         if self._before_redo and self._before_redo[0] == self.optimizer.progress.step:
-            _restore(self.optimizer, self.scheduler, self._before_redo[1])
-            if self.is_open:
-                self.checkpointer.forget_later(self.optimizer.progress.step)
+            _, schedule, self.checkpointer.asked = self._before_redo
+            _restore(self.optimizer, self.scheduler, schedule)
         self._before_redo = None
 
     @property
@@ -162,8 +167,8 @@ class ScriptCheckpoints:
         else:
             self.open(LOCK_SECONDS)
 
-    def load(self) -> int:
-        """Load the newest good checkpoint; returns the number of the next step."""
+    def load(self) -> bool:
+        """Load the newest good checkpoint; returns whether there is one."""
         self.checkpointer.finish()  # a save in progress is the newest
         locked = self._locked
         found = find_on_rank_0(self.optimizer.model.group, lambda: locked.resume_from("auto") if locked else None)
@@ -171,7 +176,7 @@ class ScriptCheckpoints:
             self._print(note)
         if found:
             _restore(self.optimizer, self.scheduler, self.checkpointer.load(found))
-        return self.optimizer.progress.step
+        return found is not None
 
     def save(self, step: int) -> None:
         """Begin to save a step."""
@@ -265,8 +270,8 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery, recorded: int) ->
         checkpoints.enter()
     if recovery.lost:
         _go_back(optimizer, checkpoints, recorded)
-    elif group.rank in recovery.new:
-        source = next(rank for rank in range(group.world_size) if rank not in recovery.new)
+    elif group.rank in (behind := recovery.new | recovery.late):
+        source = next(rank for rank in range(group.world_size) if rank not in behind)
         _restore(optimizer, scheduler, schedules[source])
     if checkpoints:
         checkpoints.checkpointer.after_change()

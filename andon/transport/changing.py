@@ -41,7 +41,7 @@ class ChangingGroup(Group):
         self.reduced_alone = False
         """Whether a worker that joins has reduced a tensor by itself, which the others did together."""
         self.reported = 0
-        """The last step that this worker has reported, or that it did not have to report."""
+        """The last step that rank 0 has reported to the ledger; the other ranks count along."""
         self.become(now)
 
     def begin_loop(self, offset: int, end: int) -> None:

@@ -65,7 +65,7 @@ for step in model.steps"""
 
 def script_that_dies(folder: Path, place: str, step: int, rank: int, waits_for: int = 0) -> None:
     """Write `SCRIPT` so that a rank kills itself, once, at a place of a step; a save first waits for a later step."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     dies = DIES.replace("WAITS_FOR", str(waits_for)).replace("FAULT", repr((place, step, rank)))
     (folder / "mine.py").write_text(SCRIPT.replace("\nfor step in model.steps", dies))
 
@@ -258,10 +258,12 @@ def ledger_of(folder: Path) -> list[dict[str, Any]]:
 
 def returns_in_ledger(folder: Path, steps: int) -> list[int]:
     """The steps to which `SCRIPT` has gone back, if every other line of its ledger is the step that follows."""
-    step, returns = 0, []
+    step, last, returns = 0, 0, []
     for line in ledger_of(folder):
         if "step" in line:
             assert line["step"] == step + 1
+        assert line.get("back", 0) <= last, "a return to a step that the ledger does not have"
+        last = max(last, line.get("step", 0))
         step = line.get("step", line.get("back", step))
         returns += [step] if "back" in line else []
     assert step == steps

@@ -56,7 +56,7 @@ def test_a_worker_does_not_take_part_in_a_loop_with_other_bounds(tmp_path: Path,
         found, output = andon("run", "--workers=3", "mine.py", "", "off", "0.05", cwd=run)
         assert found == code, output
     if all_die:
-        assert "The run cannot go on" in output and "in another loop over steps" in output, output
+        assert "The run cannot go on" in output and "have another loop over steps" in output, output
         assert "Run the same command again" in output, output
     else:
         assert "cannot join: it has another loop over steps" in output, output

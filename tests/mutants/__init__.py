@@ -40,11 +40,12 @@ def everything() -> list[Mutant]:
         numbers,
         protocol2,
         runs,
+        scripts,
         steps,
         tools,
         transports,
         tuning,
     )
 
-    rooms = (foundations, runs, numbers, steps, checkpoints, transports, generations, tools, protocol2, tuning)
+    rooms = (foundations, runs, numbers, steps, checkpoints, transports, generations, scripts, tools, protocol2, tuning)
     return [mutant for room in rooms for mutant in room.MUTANTS]

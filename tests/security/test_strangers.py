@@ -398,6 +398,16 @@ def test_topics_and_stored_bytes_are_limited() -> None:
             store.request("set", str(number), "x" * 60_000, lambda value: None)
 
 
+def test_a_key_of_the_store_may_be_set_any_number_of_times() -> None:
+    from andon.control.store import KeyValues
+
+    store, found = KeyValues(), list[str]()
+    for number in range(10_000):
+        store.request("set", "key", str(number).zfill(60_000), lambda value: None)
+    store.request("get", "key", "", found.append)
+    assert found[0].endswith("9999")
+
+
 def test_only_rank_0_reports_results() -> None:
     done = {"event": "done", "time": 1.0, "step": 1, "tokens": 1, "loss": 1.0, "validation_loss": 1.0}
     done |= {"weights_blake3": "0", "transport": "star", "workers": 2, "samples": []}

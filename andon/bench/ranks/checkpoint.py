@@ -1,4 +1,4 @@
-"""One rank of the checkpoint benchmark: `python -m andon.bench.ranks.checkpoint TASK` prints its timings."""
+"""One rank of the checkpoint benchmark: saves of Andon and PyTorch, in turn."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""One rank of the benchmark on namespaced hosts: `python -m andon.bench.ranks.hosts '{...}'` prints its timings."""
+"""One rank of the benchmark on namespaced hosts: a step over every transport and of DDP, in turn."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""One rank of the training benchmark: `python -m andon.bench.ranks.train '{...}'` prints its timings.
+"""One rank of the training benchmark.
 
 Each rank holds the same model several times: in Andon's step and in PyTorch's counterparts. They take turns, a step
 each, so that other load on the machine slows all of them alike.

@@ -1,4 +1,4 @@
-"""One rank of the transport benchmark: `python -m andon.bench.ranks.transport '{...}'` prints its timings.
+"""One rank of the transport benchmark.
 
 All ranks open every transport. Each repetition gives every transport one turn, so that other load on the machine slows
 all of them alike. A turn is a few all-reduces in a row (one, if the vector is large) between two barriers, after one

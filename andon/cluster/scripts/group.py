@@ -4,7 +4,9 @@ A worker that replaces a lost one runs the script from its first line, alone, an
 loop begins (`model.steps`). Only then is it ready, so that the others do not wait for it before.
 """
 
+import atexit
 import json
+import sys
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -15,13 +17,13 @@ from andon.engine.membership import Membership
 from andon.errors import UserError
 from andon.run.records.events import event
 from andon.run.script import enter_generation, leave_generation
-from andon.transport.base import SOMEONE, Group, GroupError, Settings
+from andon.transport.base import LOSSES, SOMEONE, Group, GroupError, Settings
 from andon.transport.changing import ChangingGroup, Loop
 from andon.transport.local import LocalGroup
 from andon.transport.registry import fastest_here, open_group
 
 LOOP = "loop over steps"
-"""What a user reads of it, and the coordinator's key of the last one."""
+"""How messages call a `Loop`; also the key under which the coordinator keeps the last one."""
 
 
 class ScriptWorker:
@@ -31,11 +33,21 @@ class ScriptWorker:
         """`joins`: the run has begun without this worker. `edited`: its script is not that of the run's start."""
         self.client, self.settings, self._edited = client, settings, edited
         self._is_member = not joins
-        if edited and not joins:
-            self._refuse(["script"])
-        first = LocalGroup(settings.wire) if joins else self._open()
-        self.group = ChangingGroup(first, self.go_on, client.report, client.went_back, self._begin_loop, joins)
+        alone = LocalGroup(settings.wire)
+        self.group = ChangingGroup(alone, self.go_on, client.report, client.went_back, self._begin_loop, joins)
         self.group.stop_wanted, self.group.change_wanted = client.stop.is_set, client.change.is_set
+        atexit.register(self._leave)
+        if edited and not joins:
+            self._end("The script has changed since the start")
+        if not joins:
+            self.group.become(self._open())
+
+    def _leave(self) -> None:
+        """Leave the run at the end of the script, whose exit code the launcher takes from the process."""
+        if self.group.loop[0] and isinstance(getattr(sys, "last_value", None), LOSSES):
+            self.client.close()  # this worker is lost, too: the others go on, and the launcher starts it again
+        else:
+            self.client.leave(0)
 
     def _begin_loop(self, loop: Loop) -> None:
         self.client.ask_store("set", LOOP, json.dumps(loop))
@@ -61,27 +73,27 @@ class ScriptWorker:
         }
         everyone = group.all_gather_json([group.joins, mine])
         members = [fields for joins, fields in everyone if not joins]
-        if not members and self.client.ask_store("check", LOOP):  # which all that are lost have begun
-            members = [{**mine, LOOP: json.loads(self.client.ask_store("get", LOOP))}]
-            if mine != members[0]:
-                what = "The run cannot go on"
-                cause = "All workers were lost, in another loop over steps than those that were started again"
-                remedy = "Run the same command again: it resumes from the newest checkpoint"
-                self.client.fail(what, cause, remedy)
-                raise UserError(what, cause, remedy)
         theirs = members[0] if members else mine
+        if not members and self.client.ask_store("check", LOOP):  # the lost workers have begun a loop
+            theirs = {**mine, LOOP: json.loads(self.client.ask_store("get", LOOP))}
         other = ["script"] * self._edited + [name for name, value in mine.items() if theirs[name] != value]
         other += ["result of andon.mean, which it computed alone"] * group.reduced_alone
-        if group.joins and other:
-            self._refuse(other)
-
-    def _refuse(self, other: list[str]) -> NoReturn:
-        """Leave the run, because this worker would compute something else than the others."""
-        what = f"A worker cannot join: it has another {' and another '.join(other)}"
+        if not (group.joins and other):
+            return
+        differs = f"another {' and another '.join(other)}"
+        if not members:
+            self._end(f"All workers were lost, and those that were started again have {differs}")
+        what = f"A worker cannot join: it has {differs}"
         cause = "The script or its files have changed, or it cannot be repeated by one worker while the others train"
         self.client.emit(event("note", text=f"{what}. {cause}"))
         self.client.close()
         raise UserError(what, cause, "The others go on. To use what has changed, stop the run and start it again")
+
+    def _end(self, cause: str) -> NoReturn:
+        """End the run."""
+        what, remedy = "The run cannot go on", "Run the same command again: it resumes from the newest checkpoint"
+        self.client.fail(what, cause, remedy)
+        raise UserError(what, cause, remedy)
 
     def go_on(self, optimizer: Any, why: Exception | None) -> None:
         """Leave the group, if there is one, and enter the next generation; `GroupError` if there is none."""
@@ -111,7 +123,7 @@ class ScriptWorker:
                 why = failure
                 continue
             group.joins = False
-            step = optimizer.progress.step
+            step = group.reported = optimizer.progress.step
             if group.rank == 0 or recovery.lost:
                 client.report([record for number, record in recovery.records.items() if number <= step])
             if recovery.lost:  # the steps before stay committed

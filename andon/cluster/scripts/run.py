@@ -6,7 +6,6 @@ memory. The output of rank 0 is shown, the other ranks write logs. Ctrl-C asks a
 step.
 """
 
-import atexit
 import contextlib
 import os
 import runpy
@@ -31,7 +30,7 @@ from andon.run.records.events import Event
 from andon.run.records.ledger import Ledger
 from andon.run.screen.display import show_error
 from andon.run.screen.terminal import Terminal
-from andon.transport.base import GroupError, PeerLost
+from andon.transport.base import LOSSES, GroupError
 from andon.transport.registry import TRANSPORTS, fastest_here
 
 ADDRESS = "ANDON_COORDINATOR"
@@ -74,19 +73,22 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         save_on_signal(stop, workers.quit)
         workers.start(count)
         code = workers.wait(coordinator)
-        incomplete = workers.killed & coordinator.succession.processes  # no later generation has done its work
+        members = coordinator.succession.processes
+        incomplete = workers.killed & members - coordinator.done  # no later generation has done its work
+        apart = any(each.returncode == 0 and each.pid not in members for each in workers.processes.values())
     if workers.was_quit:
         raise UserError(f"{script.name} was ended at once", "A second Ctrl-C", "What it saved before is intact")
     if code not in (EXIT_HALTED, EXIT_STOPPED) and coordinator.failures and goes_on.possible:
-        raise coordinator.failures[0]  # without other members a lost one says more: the end of its log
+        raise coordinator.failures[0]  # where a loss ends the run, the end of the lost worker's log says more
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         what = f"{workers.first_failure} ended {script.name} with exit code {code}"
         show_error(console, UserError(what, _last_lines(workers, logs), f"Look at {logs}"))
-    elif incomplete and code == 0:
-        cause = "What it does after the last step may be missing"
-        raise UserError(
-            f"A worker of {script.name} was killed after the last step", cause, "Run the same command again"
-        )
+    elif code == 0 and (incomplete or apart):
+        what, cause = f"A worker of {script.name} was killed after the last step", "What it does then may be missing"
+        if apart:
+            what = f"A lost worker of {script.name} was started again, and computed apart from the others"
+            cause = "The script has not reached a loop over model.steps, in which a worker can join the others"
+        raise UserError(what, cause, "Run the same command again")
     return code
 
 
@@ -120,16 +122,7 @@ def join_launcher() -> tuple[CoordinatorClient, bool, bool] | None:
         if not client.wait_for_generation():
             client.leave(EXIT_STOPPED)
             sys.exit(EXIT_STOPPED)
-    atexit.register(_leave, client)
     return client, bool(job.get("joins")), job.get("script") != os.environ[SCRIPT]
-
-
-def _leave(client: CoordinatorClient) -> None:
-    """Leave the run at the end of the script, whose exit code the launcher takes from the process."""
-    if isinstance(getattr(sys, "last_value", None), PeerLost):
-        client.close()  # lost, like the peer: the others go on, and the launcher starts both again
-    else:
-        client.leave(0)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -145,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if (code := show_without_traceback(error)) is None:
             raise
-        if isinstance(error, PeerLost):
+        if isinstance(error, LOSSES):
             sys.last_value = error  # as if nobody had caught it: nothing waits for the peer at exit
             return EXIT_PEER_LOST
         return code

@@ -52,8 +52,9 @@ class Buffers:
     A buffer that forward creates or reshapes cannot be averaged. If it is registered with `persistent=False`, as a
     cache is, it is left alone; otherwise it is refused."""
 
-    def __init__(self, module: nn.Module, membership: Membership) -> None:
-        self.membership = membership
+    def __init__(self, module: nn.Module, membership: Membership, is_first: bool) -> None:
+        """`is_first`: in the first generation. Later forward has made caches, which a new member does not have."""
+        self.membership, self._is_first = membership, is_first
         self.changing: list[str] = []
         """The buffers that forward has ever changed on any rank, sorted by name."""
         self._before: dict[str, Tensor] = {}
@@ -143,9 +144,13 @@ class Buffers:
         ]
 
     def fingerprint(self) -> Iterator[bytes]:
-        """What ranks compare: the values before the step of the buffers that change; in the first step, of all."""
-        names = self.changing if self._all_compared else sorted(self._before)
+        """What ranks compare: the values before the step of the buffers that change; in the first step, of all, and in
+        the first step of a later generation, of those that are saved."""
+        names = self.changing if self._all_compared else sorted(self._comparable())
         return (bytes(as_bytes(self._before[name])) for name in names)
+
+    def _comparable(self) -> list[str]:
+        return [name for name, _, saved in self._registered() if name in self._before and (saved or self._is_first)]
 
     def _registered(self) -> Iterator[tuple[str, Tensor, bool]]:
         """(name, buffer, whether it is persistent) of every buffer."""

@@ -84,7 +84,12 @@ class Commit:
 
     def go_back(self, step: int) -> None:
         """Continue from a checkpoint."""
-        self.step, self.verdict, self.reduced, self.records = step, None, False, {}
+        self.step, self.verdict, self.reduced = step, None, False
+        self.records = {number: record for number, record in self.records.items() if number <= step}
+
+    def records_of(self, first: int, last: int) -> list[Any]:
+        """The records of some of the steps, as far as this worker has them."""
+        return [self.records[step] for step in range(first, last + 1) if step in self.records]
 
     def standing(self, held: Iterable[Range], recorded: int) -> Standing:
         """What this worker brings to the next generation; `recorded` is the last step that the ledger has."""
@@ -121,15 +126,15 @@ class Recovery:
 def plan_recovery(standings: Sequence[Standing], size: int) -> Recovery:
     """Derive the recovery from the standings of all ranks, for an arena of `size` elements."""
     known = [standing for standing in standings if standing.held]
+    records = {step: record for each in standings for step, record in each.records.items()}
     if not known:
-        return Recovery(0, None, frozenset(), frozenset(range(len(standings))), (), lost=True)
+        return Recovery(0, None, frozenset(), frozenset(range(len(standings))), (), lost=True, records=records)
     newest = max(known, key=lambda standing: standing.step)
     late = {rank for rank, each in enumerate(standings) if each.held and each.step == newest.step - 1 and each.reduced}
     current = {rank for rank, each in enumerate(standings) if each.held and each.step == newest.step}
     new = set(range(len(standings))) - late - current
     held = [() if rank in new else standing.held for rank, standing in enumerate(standings)]
     transfers = _transfers(held, size)
-    records = {step: record for each in known for step, record in each.records.items()}
     lost = transfers is None
     return Recovery(newest.step, newest.verdict, frozenset(late), frozenset(new), transfers or (), lost, records)
 

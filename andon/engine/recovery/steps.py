@@ -21,7 +21,7 @@ class StepEnder(Protocol):
 
     progress: Progress
     commit: Commit
-    turns: int
+    loads: int
     goes_on: bool
     failure: GroupError | None
     before_end: Callable[[], None]
@@ -40,16 +40,16 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
 
     def report(until: int) -> None:
         """Report the steps that every rank has committed, for the ledger."""
-        if changing and group.rank == 0 and changing.reported < until:
-            records, after = optimizer.commit.records, changing.reported + 1
-            changing.report([records[step] for step in range(after, until + 1) if step in records])
+        if changing and changing.reported < until:
+            if group.rank == 0:
+                changing.report(optimizer.commit.records_of(changing.reported + 1, until))
             changing.reported = until
 
     if changing and changing.joins:
         changing.go_on(optimizer, None)
     try:
         while True:
-            before, turns = progress.step, optimizer.turns
+            before, loads = progress.step, optimizer.loads
             try:
                 if before + offset >= end:
                     optimizer.before_end()
@@ -61,17 +61,14 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
                 optimizer.failure = error
             if not optimizer.failure:
                 yield before + offset
-                if not optimizer.failure and optimizer.turns == turns:
+                if not optimizer.failure and (progress.step, optimizer.loads) == (before, loads):
                     raise RuntimeError(
                         f"step {before + offset} was not ended: call optimizer.step() once in every step"
                     )
-            if changing:
-                changing.reported = min(changing.reported, progress.step - 1)  # the script may have gone back
             report(progress.step - 1)  # a rank takes part in a step only after it has committed the one before
             if changing and (optimizer.failure or optimizer.change.agreed):
                 failure, optimizer.failure = optimizer.failure, None
                 changing.go_on(optimizer, failure)
-                changing.reported = min(changing.reported, progress.step)
             elif optimizer.failure:
                 raise optimizer.failure
     finally:

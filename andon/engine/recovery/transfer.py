@@ -40,10 +40,15 @@ def share_state(model: DataParallel, recovery: Recovery, before: UpdateRule, rul
 
 
 def _share_small(model: DataParallel, source: int) -> None:
-    """Send progress and the module's buffers from one rank to all."""
-    group = model.membership.group
-    model.progress.restore(group.all_gather_json(model.progress.fields())[source])
-    share_buffers(group, model.module.buffers(), source)
+    """Send progress and the module's buffers from one rank to all.
+
+    Forward may have created buffers, or changed their shape, on some ranks only: then they are caches, and not sent."""
+    group, buffers = model.membership.group, dict(sorted(model.module.named_buffers()))
+    kinds = {name: [list(buffer.shape), str(buffer.dtype)] for name, buffer in buffers.items()}
+    of_ranks = group.all_gather_json([model.progress.fields(), kinds])
+    model.progress.restore(of_ranks[source][0])
+    common = [name for name, kind in kinds.items() if all(other.get(name) == kind for _, other in of_ranks)]
+    share_buffers(group, [buffers[name] for name in common], source)
 
 
 def share_buffers(group: Group, buffers: Iterable[Tensor], source: int) -> None:
