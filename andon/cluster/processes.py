@@ -77,8 +77,6 @@ class Workers:
         """The process ids of workers that came too late to take part, and were killed."""
         self._lost: set[int] = set()
         """The process ids of workers that were killed because the run goes on without them."""
-        self.killed: set[int] = set()
-        """The process ids of workers that a signal has ended, but for the late ones."""
         self._threads: dict[int, threading.Thread] = {}
 
     def start(self, count: int) -> None:
@@ -128,9 +126,7 @@ class Workers:
                 if time.monotonic() < until:
                     continue
                 return worst([*codes.values(), *coordinator.codes] or [EXIT_USER_ERROR])
-            if code < 0 and process.pid not in self._late:
-                self.killed.add(process.pid)
-            if process.pid in self._lost:
+            if code < 0 and process.pid in self._lost:
                 code = EXIT_PEER_LOST
             if process.pid in self._late:
                 codes[number] = 0
@@ -140,7 +136,8 @@ class Workers:
 
     def _exit_code(self, number: int, code: int) -> int:
         """Translate the exit code of a worker for the run, and remember the first failure."""
-        if code not in (0, EXIT_STOPPED) and (self.first_failed is None or self._followed):
+        follows = self._followed and code != EXIT_PEER_LOST
+        if code not in (0, EXIT_STOPPED) and (self.first_failed is None or follows):
             self._followed = code == EXIT_PEER_LOST
             self.first_failed, self.first_failure = number, f"Rank {number}"
             if code < 0:

@@ -58,8 +58,6 @@ class Coordinator:
         """The exit codes of the workers that have left for good."""
         self.lost_since: dict[tuple[Place, int], float] = {}
         """The place and process id of each lost member, and when it was lost; its process may be stopped, or hang."""
-        self.done: set[int] = set()
-        """The process ids of the workers that have left with exit code 0."""
         self._resize_to = 0
         self._stop_wanted = False
         self._end_by = float("inf")
@@ -259,7 +257,6 @@ class Coordinator:
                 del self._workers[worker.link]
                 self._loop.drop(worker.link)
                 if self.begun:
-                    self.done |= {worker.pid} if message["code"] == 0 else set()
                     if message["code"] not in (0, EXIT_HALTED, EXIT_STOPPED):
                         self._failed = self._failed or (worker, time.monotonic())
                     self._leave(worker, message["code"])

@@ -21,7 +21,7 @@ from andon.engine.membership import Membership
 from andon.engine.parallel import DataParallel
 from andon.engine.reading import Reading
 from andon.engine.recovery.commit import Commit, Recovery, Standing, plan_recovery
-from andon.engine.recovery.transfer import share_state
+from andon.engine.recovery.transfer import share_common_buffers, share_state
 from andon.engine.verdict import Judge, Report, Totals, Vote, halt_unless_sound
 from andon.errors import EXIT_STOPPED
 from andon.integrity.fingerprint import Fingerprints, compare_replicas
@@ -234,6 +234,8 @@ class Optimizer(torch.optim.Optimizer):
             rule.keeps_gradients = self.rule.keeps_gradients
         if not recovery.lost:
             share_state(self.model, recovery, self.rule, rule)
+        if recovery.new or recovery.lost:
+            share_common_buffers(self.model, recovery)
         self.rule, self.is_new = rule, recovery.lost
         rule.updates = self.progress.updates
         if not recovery.lost:

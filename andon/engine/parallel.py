@@ -51,7 +51,7 @@ class DataParallel(nn.Module):
         """BLAKE3 of the parameters that are not trained; empty if all are."""
         self.arena = Arena(module, self._memory())
         group.broadcast(self.arena.weights, src=0)
-        self._connect(is_first=True)
+        self._connect(before=None)
         self.gather = Gather(self.arena, self.membership, self.exchange.thread)
         self.gather.hook(module, overlap_gather)
         module.register_forward_pre_hook(lambda *_: self._begin_if_due())
@@ -62,12 +62,12 @@ class DataParallel(nn.Module):
         on_cpu = next(self.module.parameters()).device.type == "cpu"
         return (lambda size: group.allocate(1, size)[0]) if on_cpu else None
 
-    def _connect(self, is_first: bool) -> None:
-        """Build everything that depends on the membership; `is_first`: of the first generation."""
+    def _connect(self, before: Buffers | None) -> None:
+        """Build everything that depends on the membership; `before`: the buffers in the generation before."""
         group = self.membership.group
         self.exchange = Exchange(self.arena, self.membership)
         self.gradients = Accumulator(self.arena, self.membership, self.exchange)
-        self.buffers_of_step = Buffers(self.module, self.membership, is_first)
+        self.buffers_of_step = Buffers(self.module, self.membership, before)
         self._slot: int | None = None
         """The slot that has begun."""
         group.before_close.append(self.close)
@@ -80,7 +80,7 @@ class DataParallel(nn.Module):
         self.membership = membership
         self.arena.wait_for_weights = lambda: None
         self.arena.move(self._memory())
-        self._connect(is_first=False)
+        self._connect(self.buffers_of_step)
         self.gradients.on_gradient = on_gradient
         self.gather.enter(membership, self.exchange.thread)
         self.arena.wait_for_weights = self.gather.wait

@@ -71,10 +71,6 @@ class GroupTimeout(GroupError):
         self.rank, self.operation, self.seconds = rank, operation, seconds
 
 
-LOSSES: Final = (PeerLost, GroupTimeout)
-"""Errors that come from the loss of another worker."""
-
-
 class ProtocolError(GroupError):
     """A peer sent something that the protocol does not allow."""
 

@@ -38,6 +38,8 @@ class ChangingGroup(Group):
         self._begin_loop = begin_loop
         self.loop: Loop = (0, 0, 0)
         """The loop over steps that began last."""
+        self.in_loop = False
+        """Whether it has not come to its end: not after its last step, but after a `break` or an error."""
         self.reduced_alone = False
         """Whether a worker that joins has reduced a tensor by itself, which the others did together."""
         self.reported = 0
@@ -46,7 +48,7 @@ class ChangingGroup(Group):
 
     def begin_loop(self, offset: int, end: int) -> None:
         """The script begins a loop over steps."""
-        self.loop = self.loop[0] + 1, offset, end
+        self.loop, self.in_loop = (self.loop[0] + 1, offset, end), True
         if not self.joins:
             self._begin_loop(self.loop)
 

@@ -321,7 +321,7 @@ def test_a_worker_that_is_killed_after_the_last_step_is_an_error(tmp_path: Path)
     dies = "import os\nif group.rank == 1:\n    os.kill(os.getpid(), 9)\ngroup.close()\n"
     (tmp_path / "mine.py").write_text(SCRIPT.replace("group.close()\n", dies))
     code, output = andon("run", "--workers=3", "mine.py", "10", "off", "0", cwd=tmp_path)
-    assert code == 1 and "A worker of mine.py was killed after the last step" in output, output
+    assert code == 1 and "A worker of mine.py was lost before its script had ended" in output, output
 
 
 def test_a_halt_stays_a_halt_if_a_worker_is_killed_meanwhile(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from blake3 import blake3
 
 from andon.control.worker.client import CoordinatorClient
 from andon.engine.membership import Membership
-from andon.errors import UserError
+from andon.errors import EXIT_USER_ERROR, UserError
 from andon.run.records.events import event
 from andon.run.script import enter_generation, leave_generation
-from andon.transport.base import LOSSES, SOMEONE, Group, GroupError, Settings
+from andon.transport.base import SOMEONE, Group, GroupError, GroupTimeout, PeerLost, Settings
 from andon.transport.changing import ChangingGroup, Loop
 from andon.transport.local import LocalGroup
 from andon.transport.registry import fastest_here, open_group
@@ -44,7 +44,8 @@ class ScriptWorker:
 
     def _leave(self) -> None:
         """Leave the run at the end of the script, whose exit code the launcher takes from the process."""
-        if self.group.loop[0] and isinstance(getattr(sys, "last_value", None), LOSSES):
+        error, group = getattr(sys, "last_value", None), self.group
+        if (group.loop[0] and isinstance(error, PeerLost)) or (group.in_loop and isinstance(error, GroupTimeout)):
             self.client.close()  # this worker is lost, too: the others go on, and the launcher starts it again
         else:
             self.client.leave(0)
@@ -77,7 +78,7 @@ class ScriptWorker:
         if not members and self.client.ask_store("check", LOOP):  # the lost workers have begun a loop
             theirs = {**mine, LOOP: json.loads(self.client.ask_store("get", LOOP))}
         other = ["script"] * self._edited + [name for name, value in mine.items() if theirs[name] != value]
-        other += ["result of andon.mean, which it computed alone"] * group.reduced_alone
+        other += ["result of andon.mean, computed alone"] * group.reduced_alone
         if not (group.joins and other):
             return
         differs = f"another {' and another '.join(other)}"
@@ -93,6 +94,7 @@ class ScriptWorker:
         """End the run."""
         what, remedy = "The run cannot go on", "Run the same command again: it resumes from the newest checkpoint"
         self.client.fail(what, cause, remedy)
+        self.client.leave(EXIT_USER_ERROR)
         raise UserError(what, cause, remedy)
 
     def go_on(self, optimizer: Any, why: Exception | None) -> None:

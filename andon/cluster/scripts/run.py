@@ -30,7 +30,7 @@ from andon.run.records.events import Event
 from andon.run.records.ledger import Ledger
 from andon.run.screen.display import show_error
 from andon.run.screen.terminal import Terminal
-from andon.transport.base import LOSSES, GroupError
+from andon.transport.base import GroupError, GroupTimeout, PeerLost
 from andon.transport.registry import TRANSPORTS, fastest_here
 
 ADDRESS = "ANDON_COORDINATOR"
@@ -73,9 +73,8 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         save_on_signal(stop, workers.quit)
         workers.start(count)
         code = workers.wait(coordinator)
-        members = coordinator.succession.processes
-        incomplete = workers.killed & members - coordinator.done  # no later generation has done its work
-        apart = any(each.returncode == 0 and each.pid not in members for each in workers.processes.values())
+        members = coordinator.succession.processes  # of the last generation; none without andon.init
+        ended = {process.pid for process in workers.processes.values() if process.returncode == 0}
     if workers.was_quit:
         raise UserError(f"{script.name} was ended at once", "A second Ctrl-C", "What it saved before is intact")
     if code not in (EXIT_HALTED, EXIT_STOPPED) and coordinator.failures and goes_on.possible:
@@ -83,11 +82,13 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
     if code not in (0, EXIT_HALTED, EXIT_STOPPED):
         what = f"{workers.first_failure} ended {script.name} with exit code {code}"
         show_error(console, UserError(what, _last_lines(workers, logs), f"Look at {logs}"))
-    elif code == 0 and (incomplete or apart):
-        what, cause = f"A worker of {script.name} was killed after the last step", "What it does then may be missing"
-        if apart:
-            what = f"A lost worker of {script.name} was started again, and computed apart from the others"
-            cause = "The script has not reached a loop over model.steps, in which a worker can join the others"
+    elif code == 0 and members and ended - members:
+        what = f"A lost worker of {script.name} was started again, and computed apart from the others"
+        cause = "The script has not reached a loop over model.steps, in which a worker can join the others"
+        raise UserError(what, cause, "Run the same command again")
+    elif code == 0 and members - ended:
+        what = f"A worker of {script.name} was lost before its script had ended"
+        cause = "What it does after the last step may be missing"
         raise UserError(what, cause, "Run the same command again")
     return code
 
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:
         if (code := show_without_traceback(error)) is None:
             raise
-        if isinstance(error, LOSSES):
+        if isinstance(error, (PeerLost, GroupTimeout)):
             sys.last_value = error  # as if nobody had caught it: nothing waits for the peer at exit
             return EXIT_PEER_LOST
         return code

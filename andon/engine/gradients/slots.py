@@ -5,6 +5,8 @@ depend on the number of workers. Buffers that forward changes (BatchNorm's) have
 slot of a step; the step ends with their mean over all slots, added in the one order. Ranks compare them like weights.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -49,12 +51,14 @@ class Slots:
 class Buffers:
     """The buffers of a module during a step; a passenger: the ranks report which of them forward has changed.
 
-    A buffer that forward creates or reshapes cannot be averaged. If it is registered with `persistent=False`, as a
-    cache is, it is left alone; otherwise it is refused."""
+    A buffer that forward creates or reshapes cannot be averaged. If it is registered with `persistent=False`, it is a
+    *cache*, and left alone on all ranks from then on; otherwise it is refused."""
 
-    def __init__(self, module: nn.Module, membership: Membership, is_first: bool) -> None:
-        """`is_first`: in the first generation. Later forward has made caches, which a new member does not have."""
-        self.membership, self._is_first = membership, is_first
+    def __init__(self, module: nn.Module, membership: Membership, before: Buffers | None) -> None:
+        """`before`: the buffers in the generation before."""
+        self.membership, self._is_first = membership, before is None
+        self.caches: list[str] = before.caches if before else []
+        """The buffers that forward has created or reshaped on any rank."""
         self.changing: list[str] = []
         """The buffers that forward has ever changed on any rank, sorted by name."""
         self._before: dict[str, Tensor] = {}
@@ -85,7 +89,9 @@ class Buffers:
                 elif not torch.equal(before, buffer):
                     after[name] = buffer.clone()
                     self._changed.add(name)
-            elif saved:
+            elif not saved:
+                self.caches = sorted({*self.caches, name})
+            else:
                 what = "creates the buffer" if before is None else "changes the shape or dtype of the buffer"
                 remedy = "create it like that in __init__, or register it with persistent=False if it is a cache"
                 raise ValueError(f"forward {what} {name}, which a checkpoint could not load: {remedy}")
@@ -102,15 +108,17 @@ class Buffers:
             if buffer.is_cuda or not torch.equal(before, buffer):
                 buffer.copy_(before)
 
-    def status(self) -> list[str]:
-        """The buffers that this rank's slots have changed."""
+    def status(self) -> list[list[str]]:
+        """The buffers that this rank's slots have changed, and the caches."""
         for names, reading in self._changed_on_gpu:
             self._changed |= {name for name, changed in zip(names, reading.values(), strict=True) if changed}
-        return sorted(self._changed)
+        return [sorted(self._changed), self.caches]
 
-    def receive(self, statuses: Sequence[Sequence[str]]) -> None:
-        """Take the buffers that the slots of all ranks have changed."""
-        self.changing = sorted({*self.changing, *(name for names in statuses for name in names)})
+    def receive(self, statuses: Sequence[Sequence[Sequence[str]]]) -> None:
+        """Take the buffers that the slots of all ranks have changed, and the caches of all ranks."""
+        changed, caches = ({name for names in kind for name in names} for kind in zip(*statuses, strict=True))
+        self.caches = sorted(caches)
+        self.changing = sorted({*self.changing, *changed} - caches)
         self._all_compared = True
 
     def gather(self) -> None:
@@ -150,6 +158,7 @@ class Buffers:
         return (bytes(as_bytes(self._before[name])) for name in names)
 
     def _comparable(self) -> list[str]:
+        # Those that are not saved are sent to new members, but for caches, which differ.
         return [name for name, _, saved in self._registered() if name in self._before and (saved or self._is_first)]
 
     def _registered(self) -> Iterator[tuple[str, Tensor, bool]]:

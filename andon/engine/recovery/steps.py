@@ -55,6 +55,8 @@ def steps(optimizer: StepEnder, start: int, end: int) -> Iterator[int]:
                     optimizer.before_end()
                     optimizer.model.group.barrier()  # until all have committed the last step
                     report(before)
+                    if changing:
+                        changing.in_loop = False
                     return
                 optimizer.model.before_step()
             except GroupError as error:

@@ -18,7 +18,7 @@ from andon.transport.base import Group
 
 @torch.no_grad()
 def share_state(model: DataParallel, recovery: Recovery, before: UpdateRule, rule: UpdateRule) -> None:
-    """Send weights, buffers and progress to the ranks that lack them; move the optimizer state from the rule of the
+    """Send weights and progress to the ranks that lack them; move the optimizer state from the rule of the
     last generation to that of the next one."""
     group, arena = model.membership.group, model.arena
     keeps = rule is before and group.rank not in recovery.new
@@ -36,18 +36,20 @@ def share_state(model: DataParallel, recovery: Recovery, before: UpdateRule, rul
             if not keeps:
                 put(rule, flat, lo, whole)
     if recovery.new:
-        _share_small(model, next(rank for rank in range(group.world_size) if rank not in recovery.new))
+        source = next(rank for rank in range(group.world_size) if rank not in recovery.new)
+        model.progress.restore(group.all_gather_json(model.progress.fields())[source])
 
 
-def _share_small(model: DataParallel, source: int) -> None:
-    """Send progress and the module's buffers from one rank to all.
+@torch.no_grad()
+def share_common_buffers(model: DataParallel, recovery: Recovery) -> None:
+    """Send the module's buffers from one rank to all.
 
     Forward may have created buffers, or changed their shape, on some ranks only: then they are caches, and not sent."""
     group, buffers = model.membership.group, dict(sorted(model.module.named_buffers()))
+    source = next((rank for rank in range(group.world_size) if rank not in recovery.new), 0)
     kinds = {name: [list(buffer.shape), str(buffer.dtype)] for name, buffer in buffers.items()}
-    of_ranks = group.all_gather_json([model.progress.fields(), kinds])
-    model.progress.restore(of_ranks[source][0])
-    common = [name for name, kind in kinds.items() if all(other.get(name) == kind for _, other in of_ranks)]
+    of_ranks = group.all_gather_json(kinds)
+    common = [name for name, kind in kinds.items() if all(other.get(name) == kind for other in of_ranks)]
     share_buffers(group, [buffers[name] for name in common], source)
 
 
