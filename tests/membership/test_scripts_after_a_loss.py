@@ -113,6 +113,8 @@ def test_a_step_whose_halt_a_script_ignores_is_not_repeated_for_ever(tmp_path: P
 def test_a_step_that_is_repeated_is_saved_once(tmp_path: Path) -> None:
     run = tmp_path / "run"
     script_that_dies(run, "exchange", 30, rank=1)  # the script asks for the save of a step that was not committed
+    script = (run / "mine.py").read_text()
+    (run / "mine.py").write_text(script.replace("optimizer, scheduler)", "optimizer, scheduler, keep=9)"))
     code, output = andon("run", "--workers=3", "mine.py", "40", "off", "0.02", cwd=run)
     assert code == 0 and "was lost" in output, output
     assert 29 not in saved_steps(run)

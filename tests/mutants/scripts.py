@@ -340,7 +340,7 @@ MUTANTS = [
         "The save of a step that was not committed makes a checkpoint of the step before it.",
         "run/script.py",
         "            _, schedule, self.checkpointer.asked = self._before_redo",
-        "            _, schedule, _ = self._before_redo",
+        "            self.checkpointer.asked, schedule, _ = self._before_redo",
         (f"{LOSS}::test_a_step_that_is_repeated_is_saved_once",),
     ),
     Mutant(
