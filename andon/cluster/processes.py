@@ -131,14 +131,16 @@ class Workers:
             if process.pid in self._late:
                 codes[number] = 0
             elif process is self.processes[number] and not self._restart(number, code, coordinator):
-                codes[number] = self._exit_code(number, code)
+                codes[number] = self._exit_code(number, code, process.pid in succession.processes)
         return worst((self._codes_of_members(coordinator) if succession.goes_on else []) or codes.values())
 
-    def _exit_code(self, number: int, code: int) -> int:
-        """Translate the exit code of a worker for the run, and remember the first failure."""
-        follows = self._followed and code != EXIT_PEER_LOST
-        if code not in (0, EXIT_STOPPED) and (self.first_failed is None or follows):
-            self._followed = code == EXIT_PEER_LOST
+    def _exit_code(self, number: int, code: int, is_member: bool) -> int:
+        """Translate the exit code of a worker for the run, and remember the first failure.
+
+        A worker that lost a peer, or was refused because the run ends, only follows another one."""
+        follows = code == EXIT_PEER_LOST or not is_member
+        if code not in (0, EXIT_STOPPED) and (self.first_failed is None or (self._followed and not follows)):
+            self._followed = follows
             self.first_failed, self.first_failure = number, f"Rank {number}"
             if code < 0:
                 hint = " (out of memory?)" if code == -signal.SIGKILL else ""

@@ -236,11 +236,41 @@ def test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint(tmp
     assert not (tmp_path / "run" / "mine" / "checkpoints").exists() or not saved_steps(tmp_path / "run")
 
 
+COMES_LATE = """
+import atexit
+import os
+import time
+
+def told() -> None:
+    open("told", "w").close()
+    time.sleep(2)
+
+if os.path.exists("died-2") and os.environ["ANDON_RANK"] == "2":
+    atexit.register(told)  # called when the worker has left the run
+while os.path.exists("died-2") and os.environ["ANDON_RANK"] != "2" and not os.path.exists("told"):
+    time.sleep(0.05)
+"""
+
+
+def test_the_error_is_that_of_the_worker_that_cannot_go_on_not_of_those_that_are_refused_then(tmp_path: Path) -> None:
+    script_that_dies(tmp_path / "run", "exchange", 5, rank=2)
+    script = (tmp_path / "run" / "mine.py").read_text().replace("group.rank) == ", "2) == ")
+    script = script.replace('"died"', "f\"died-{os.environ['ANDON_RANK']}\"")
+    (tmp_path / "run" / "mine.py").write_text(COMES_LATE + script)
+    code, output = andon("run", "--workers=3", "mine.py", "30", "even", "0.2", cwd=tmp_path / "run")
+    assert code == 1 and "was refused: the run ends" in output, output
+    assert "Rank 2 ended mine.py with exit code 1" in output and "there is no checkpoint" in output, output
+
+
 def test_a_worker_that_dies_in_the_save_of_the_last_step_does_not_end_the_run(tmp_path: Path) -> None:
-    script_that_dies(tmp_path / "run", "write", 20, rank=0)
+    script_that_dies(tmp_path / "run", "write", 20, rank=0, waits_for=21)
+    script = (tmp_path / "run" / "mine.py").read_text()
+    # No step 21 comes: two seconds in which ranks that did not wait for the save would leave the loop.
+    (tmp_path / "run" / "mine.py").write_text(script.replace("reached.wait(60)", "reached.wait(2)"))
     code, output = andon("run", "--workers=3", "mine.py", "20", "off", "0", cwd=tmp_path / "run")
     assert code == 0 and (tmp_path / "run" / "died").exists(), output
     assert saved_steps(tmp_path / "run") == [10, 20]
+    assert (tmp_path / "run" / "steps").read_text().split() == [str(step) for step in range(20)], "no step is repeated"
 
 
 def test_a_save_that_the_loss_of_a_worker_interrupts_is_made_afterwards(tmp_path: Path) -> None:

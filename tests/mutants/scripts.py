@@ -27,11 +27,19 @@ MUTANTS = [
     ),
     Mutant(
         "last-save-is-not-repeated",
-        "A worker that dies in the save of a script's last step ends the run.",
+        "After the loss of a worker in the save of the last step, all steps since the last checkpoint are repeated.",
         "run/script.py",
         "        optimizer.before_end = self._finish_saves\n",
         "",
         (f"{SCRIPTS}::test_a_worker_that_dies_in_the_save_of_the_last_step_does_not_end_the_run",),
+    ),
+    Mutant(
+        "refused-worker-is-blamed",
+        "A worker that was refused because the run ends hides why it ends.",
+        "cluster/processes.py",
+        "code == EXIT_PEER_LOST or not is_member",
+        "code == EXIT_PEER_LOST",
+        (f"{SCRIPTS}::test_the_error_is_that_of_the_worker_that_cannot_go_on_not_of_those_that_are_refused_then",),
     ),
     Mutant(
         "committed-step-undone",
