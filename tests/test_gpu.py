@@ -166,6 +166,14 @@ def test_a_profile_has_kernels_and_a_trace(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
+def test_a_save_is_measured_on_the_gpu(tmp_path: Path) -> None:
+    options = ("--preset=tiny", "--tokens=512", "--repetitions=1", "--json")
+    code, output = run("bench", "checkpoint", "--device=cuda", *options, cwd=tmp_path, timeout=300, executed=True)
+    assert code == 0, output
+    found = json.loads(output.splitlines()[-1])
+    assert found["device"] == "cuda" and found["ranks"] == 1 and 0 < found["step_s"] < found["save_beside_training_s"]
+
+
 def test_an_update_behind_a_closed_gate_changes_nothing() -> None:
     module = nn.Linear(64, 64).cuda()
     model = andon.DataParallel(module, LocalGroup(), slots=1)

@@ -19,10 +19,9 @@ from typing import Any, Final
 import torch
 
 from andon.bench.kit.report import ratio, show
-from andon.bench.ranks.train import RandomBatches, make_optimizer, make_trainer
+from andon.bench.ranks.train import RandomBatches, make_optimizer, make_trainer, on_gpu
 from andon.engine.trainer import Trainer
 from andon.errors import UserError
-from andon.model.llama import Llama
 from andon.model.shape import CHEAP, SHAPES, Shape
 from andon.optim.sharding import Zero
 from andon.run.mfu import mfu, peak_of
@@ -60,13 +59,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 def andon_trainer(shape: Shape, batch: int, is_deterministic: bool, activation_memory: float) -> Trainer:
     """The trainer of `andon train` on one GPU."""
-    from andon.model.gpu.compiled import compile_model
-
-    model = Llama(shape)
-    model.initialise(seed=1)
-    model.to("cuda")
-    model.compute = torch.bfloat16
-    compile_model(model, is_deterministic, activation_memory)
+    model = on_gpu(shape, is_deterministic, activation_memory)
     batches = RandomBatches(shape, batch * shape.context, seed=1)
     return make_trainer(make_optimizer(model, LocalGroup(), Zero("off")), batches)
 
@@ -126,8 +119,6 @@ def makers(shape: Shape, batch: int) -> dict[str, tuple[bool, Callable[[], Step]
 
 def main(preset: str, tokens: int, repetitions: int, as_json: bool) -> None:
     """Measure, and print one row for each contestant; `tokens` is the number per step."""
-    if not torch.cuda.is_available():
-        raise UserError("--device cuda needs a GPU", "torch sees no CUDA device", "Try --device cpu")
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     shape, name = SHAPES[preset], torch.cuda.get_device_name()

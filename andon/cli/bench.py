@@ -27,6 +27,7 @@ Presets = Annotated[str, typer.Option(callback=_check_presets, help="Models, com
 Workers = Annotated[int, typer.Option(min=1, help="Number of workers.")]
 WorkerTransport = Annotated[str, typer.Option(help="Transport of Andon's workers: shm, ring or torch.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Tokens per worker and step.")]
+GPU_TOKENS = 32_768
 
 
 @bench_app.command("transport")
@@ -68,17 +69,15 @@ def bench_train(
     as_json: AsJson = False,
 ) -> None:
     """Measure a step, with and without checks, against PyTorch. All take turns in one run."""
-    if device not in ("cpu", "cuda"):
-        raise UserError(f"--device {device} is not cpu or cuda", "It selects what is measured", "--device cuda")
-    if device == "cuda":
-        _refuse_given(context, "ranks", "transport", "zero")
+    if _on_gpu(context, device, "ranks", "transport", "zero"):
         from andon.bench.gpu import main as run_on_gpu
 
-        count, *more = numbers("--tokens", tokens or "32768")
+        count, *more = numbers("--tokens", tokens or str(GPU_TOKENS))
         if more:
             raise UserError(
                 f"--tokens {tokens} is not one number", "--device cuda measures one batch size", "--tokens 32768"
             )
+        _require_gpu()
         run_on_gpu(preset, count, repetitions, as_json)
         return
     _enter_network(transport)
@@ -147,17 +146,24 @@ def bench_numerics(
 
 @bench_app.command("checkpoint")
 def bench_checkpoint(
+    context: typer.Context,
     preset: Preset = "124m",
+    device: Annotated[str, typer.Option(help="cpu: with several workers; cuda: with one worker on one GPU.")] = "cpu",
     ranks: Workers = 2,
-    tokens: Tokens = 128,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per worker and step: 128 by default; with cuda 32768.")
+    ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Saves of each kind; the median is printed.")] = 3,
     folder: Annotated[Path, typer.Option(help="Folder on the disk to measure.")] = Path(),
     as_json: AsJson = False,
 ) -> None:
     """Measure a save against a memory copy, dd and async_save. All take turns in one run."""
+    if _on_gpu(context, device, "ranks"):
+        _require_gpu()
+        ranks, tokens = 1, tokens or GPU_TOKENS
     from andon.bench.checkpoint import main as run
 
-    run(preset, ranks, tokens, repetitions, folder, as_json)
+    run(preset, device, ranks, tokens or 128, repetitions, folder, as_json)
 
 
 @bench_app.command("goodput")
@@ -174,13 +180,25 @@ def bench_goodput(
     run(workers, every, minutes, seed, as_json)
 
 
-def _refuse_given(context: typer.Context, *names: str) -> None:
-    """Refuse options that a benchmark of one worker on one GPU would have to ignore."""
-    for name in names:
+def _on_gpu(context: typer.Context, device: str, *ignored: str) -> bool:
+    """Whether one GPU is measured; refuses options that a benchmark of one worker would have to ignore."""
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device {device} is not cpu or cuda", "It selects what is measured", "--device cuda")
+    if device == "cpu":
+        return False
+    for name in ignored:
         source = context.get_parameter_source(name)
         if source and source.name == "COMMANDLINE":
             what = f"--{name} has no meaning with --device cuda"
             raise UserError(what, "It measures one worker on one GPU", f"Leave out --{name}")
+    return True
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda needs a GPU", "torch sees no CUDA device", "Try --device cpu")
 
 
 def _enter_network(transport: str = "", rate: str = "") -> None:

@@ -61,6 +61,8 @@ def test_the_help_tells_the_exit_codes(arguments: list[str]) -> None:
     [
         (["train", "--device=cuda", "--preset=40m"], "'40m' is not a preset"),
         (["train", "--device=cuda", "--ranks=2"], "--ranks has no meaning with --device cuda"),
+        (["checkpoint", "--device=tpu"], "--device tpu is not cpu or cuda"),
+        (["checkpoint", "--device=cuda", "--ranks=2"], "--ranks has no meaning with --device cuda"),
         (["train", "--device=cuda", "--tokens=512,4096"], "--tokens 512,4096 is not one number"),
         (["numerics", "--presets=tiny,40m"], "'40m' is not a preset"),
         (["cnn", "--images=0"], "--images 0 is not a list of numbers"),

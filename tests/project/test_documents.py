@@ -149,6 +149,7 @@ SUBSTITUTES = {
 }
 APPENDED = {
     "andon bench checkpoint": ["--preset=tiny", "--tokens=16", "--repetitions=1", "--ranks=1"],
+    "andon bench checkpoint --device": ["--tokens=512", "--repetitions=1"],
     "andon bench train": ["--preset=tiny", "--tokens=16", "--repetitions=1", "--ranks=1"],
     "andon bench train --device": ["--preset=tiny", "--tokens=512", "--repetitions=1"],
     "andon bench transport": [

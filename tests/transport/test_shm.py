@@ -124,7 +124,8 @@ def test_views_of_shared_rows_are_summed_in_place_and_nothing_around_them_change
         world.run(reduce_views, wire)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: tests/gpu.sh on a machine that has one")
 @pytest.mark.parametrize("wire", ["f32", "bf16"])
 def test_tensors_on_a_gpu_give_the_same_bits(wire: Wire) -> None:
     with World("shm", 3, wire) as world:

@@ -103,7 +103,8 @@ def test_a_group_that_made_its_process_group_destroys_it() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: tests/gpu.sh on a machine that has one")
 def test_nccl_gives_the_sum_on_the_gpu() -> None:
     order = make_order(5, 1)
     with TorchGroup.open(Alone(), Settings(30.0), backend="nccl") as group:

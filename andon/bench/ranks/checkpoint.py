@@ -17,15 +17,16 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from andon.bench.kit.rank import join
-from andon.bench.ranks.train import RandomBatches, initialised, make_optimizer, make_trainer
+from andon.bench.ranks.train import RandomBatches, initialised, make_optimizer, make_trainer, on_gpu
 from andon.checkpoint.checkpointer import Checkpointer, RunFacts, SaveSettings
 from andon.checkpoint.disk.format import CHUNK_BYTES
+from andon.cluster.session import make_torch_deterministic
 from andon.integrity.fingerprint import as_bytes
 from andon.model.shape import SHAPES
 from andon.optim.sharding import Zero
 from andon.transport.registry import fastest_here, open_group
 
-PLAIN_STEPS = 3
+PLAIN_STEPS = 9
 MOST_STEPS = 40  # while a save is written; then the loop waits for its end, which would count as stall
 
 
@@ -35,17 +36,20 @@ class Bench:
     def __init__(self, task: dict[str, Any]) -> None:
         self.group = open_group(fastest_here(task["ranks"]), join(task))
         self.is_rank_0, self.folder = self.group.rank == 0, Path(task["folder"])
-        shape = SHAPES[task["preset"]]
-        optimizer = make_optimizer(initialised(shape), self.group, Zero("off"))
+        shape, self.gpu = SHAPES[task["preset"]], task["device"] == "cuda"
+        optimizer = make_optimizer(on_gpu(shape) if self.gpu else initialised(shape), self.group, Zero("off"))
         facts = RunFacts(self.folder, state={}, files={})
         self.checkpointer = Checkpointer(optimizer, facts, SaveSettings(keep=1), self._on_event)
         batches = RandomBatches(shape, task["tokens"], seed=task["rank"])
         self.trainer = make_trainer(optimizer, batches, self.checkpointer)
         self.arena = optimizer.model.arena
         self.flats = [self.arena.weights, *optimizer.rule.state.values()]
-        self.copies = [flat.clone() for flat in self.flats] if self.is_rank_0 else []
+        self.copies = [self._copy_on_host(flat) for flat in self.flats] if self.is_rank_0 else []
         self.bytes = sum(flat.nbytes for flat in self.flats)
         self.saves: list[dict[str, Any]] = []
+
+    def _copy_on_host(self, flat: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(flat, device="cpu", pin_memory=self.gpu).copy_(flat)
 
     def _on_event(self, kind: str, **fields: Any) -> None:
         if kind == "save_failed":
@@ -53,10 +57,13 @@ class Bench:
         if kind == "checkpoint":
             self.saves.append(fields)
 
-    def step(self) -> float:
-        """Do one training step; returns its seconds."""
+    def step(self, first: Callable[[], object] = lambda: None) -> float:
+        """Do something first, and one training step; returns the seconds of both."""
         started = time.perf_counter()
+        first()
         self.trainer.train_step()
+        if self.gpu:
+            torch.cuda.synchronize()
         return time.perf_counter() - started
 
     def timed(self, work: Callable[[], object]) -> float:
@@ -74,7 +81,7 @@ class Bench:
         return self.group.all_gather_bytes(b"1" if done else b"")[0] == b"1"
 
     def copy(self) -> None:
-        """Copy the state once."""
+        """Copy the state once, to the host's memory."""
         for flat, copy in zip(self.flats, self.copies, strict=True):
             copy.copy_(flat)
 
@@ -82,8 +89,8 @@ class Bench:
         """Write the bytes of the state plainly, then fsync, as dd does."""
         path = self.folder / "plain"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        for flat in self.flats:
-            data = as_bytes(flat)
+        for copy in self.copies:
+            data = as_bytes(copy)
             for start in range(0, len(data), CHUNK_BYTES):
                 os.write(descriptor, data[start : start + CHUNK_BYTES])
         os.fsync(descriptor)
@@ -93,8 +100,7 @@ class Bench:
     def save_in_background(self) -> tuple[float, float, float, float]:
         """Save while training. Returns seconds: stall, step with the snapshot, median step while writing, the save."""
         before = len(self.saves)
-        self.checkpointer.save(self.trainer.progress.step)
-        with_snapshot = self.step()
+        with_snapshot = self.step(lambda: self.checkpointer.save(self.trainer.progress.step))
         writing: list[float] = []
         while not self.rank_0_is(len(self.saves) > before) and len(writing) < MOST_STEPS:
             writing.append(self.step())
@@ -137,14 +143,14 @@ class Bench:
         self.step()
         self.checkpointer.save(self.trainer.progress.step, wait=True)
         found["idle_save"] = self.saves[-1]["seconds"]
-        seconds = self.timed(lambda: blake3(as_bytes(self.flats[0])).digest())
-        found["hash_gb_s"] = self.flats[0].nbytes / seconds / 1e9 if self.is_rank_0 else 0.0
+        seconds = self.timed(lambda: blake3(as_bytes(self.copies[0])).digest())
+        found["hash_gb_s"] = self.copies[0].nbytes / seconds / 1e9 if self.is_rank_0 else 0.0
         return found
 
 
 def main(task: dict[str, Any]) -> dict[Any, Any]:
     """Measure; returns the figures of each round."""
-    torch.use_deterministic_algorithms(True)
+    make_torch_deterministic(threads=1)
     bench = Bench(task)
     if bench.is_rank_0:
         dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())

@@ -19,7 +19,7 @@ from andon.engine.optimizer import AdamW
 from andon.engine.parallel import DataParallel
 from andon.engine.trainer import StepSettings, Trainer
 from andon.model.llama import Llama
-from andon.model.shape import SHAPES, Shape
+from andon.model.shape import CHEAP, SHAPES, Shape
 from andon.optim.sharding import Zero
 from andon.transport.base import Group
 from andon.transport.registry import open_group
@@ -55,6 +55,16 @@ def initialised(shape: Shape) -> Llama:
     """A model with the same initial weights every time."""
     model = Llama(shape)
     model.initialise(1)
+    return model
+
+
+def on_gpu(shape: Shape, is_deterministic: bool = True, activation_memory: float = CHEAP) -> Llama:
+    """The same model as `andon train` has it on a GPU: compiled, in bf16."""
+    from andon.model.gpu.compiled import compile_model  # loads torch's compiler
+
+    model = initialised(shape).to("cuda")
+    model.compute = torch.bfloat16
+    compile_model(model, is_deterministic, activation_memory)
     return model
 
 
