@@ -49,6 +49,8 @@ class Optimizer(torch.optim.Optimizer):
         self.commit = Commit()
         self.is_new = False
         """Whether this worker still has to receive weights and state from the other members of the run."""
+        self.schedule_is_old = False
+        """Whether its options, and the schedule that sets them, are older than its weights: they came from a peer."""
         self.goes_on = False
         """Whether `model.steps` handles the loss of a worker; otherwise the loss is raised as an error."""
         self.failure: GroupError | None = None
@@ -226,6 +228,7 @@ class Optimizer(torch.optim.Optimizer):
         if group.rank in recovery.late:
             totals, updated = recovery.verdict
             self._update(Totals.of(totals), updated)
+        self.schedule_is_old |= group.rank in recovery.late | recovery.new
         self.commit.catch_up(recovery, group.rank, self.record())
         self.model.enter(membership)
         rule, wanted = self.rule, self._assign_parts()

@@ -21,7 +21,6 @@ from andon.checkpoint.disk.store import weights_blake3
 from andon.checkpoint.snapshot import saved_buffers
 from andon.engine.optimizer import Optimizer
 from andon.engine.parallel import DataParallel
-from andon.engine.recovery.commit import Recovery
 from andon.errors import EXIT_STOPPED, UserError, harmless
 from andon.files import expand
 from andon.integrity.probe import differing, take_probe
@@ -252,15 +251,17 @@ def leave_generation(optimizer: Optimizer) -> None:
     optimizer.model.part()
 
 
-def enter_generation(optimizer: Optimizer, recovery: Recovery, recorded: int) -> None:
+def enter_generation(optimizer: Optimizer, lost: bool, recorded: int) -> bool:
     """Bring checkpoints, options and schedule of a script into another generation; all its members call it together.
 
-    `recorded` is the last step that the run's ledger has."""
+    `lost`: a part of the state is lost. `recorded` is the last step that the run's ledger has. Returns whether all have
+    gone back to a checkpoint, or to their first weights."""
     group, checkpoints = optimizer.model.membership.group, _checkpoints_of(optimizer)
     scheduler = checkpoints.scheduler if checkpoints else None
     if checkpoints:
         checkpoints.undo()  # before new members copy options and schedule
-    mine = [checkpoints is not None, optimizer.stop.agreed, _schedule(optimizer, scheduler)]
+    schedule = None if optimizer.schedule_is_old else _schedule(optimizer, scheduler)
+    mine = [checkpoints is not None, optimizer.stop.agreed, schedule]
     has, stops, schedules = zip(*group.all_gather_json(mine), strict=True)
     optimizer.stop.agreed = any(stops)  # a worker that joins has no part in what was agreed before
     if len(set(has)) > 1:
@@ -268,20 +269,20 @@ def enter_generation(optimizer: Optimizer, recovery: Recovery, recorded: int) ->
         raise UserError("A worker cannot take part", cause, "Call andon.load before `for step in model.steps(…)`")
     if checkpoints:
         checkpoints.enter()
-    if recovery.lost:
+    current = next((each for each in schedules if each), None)
+    if lost or current is None:
         _go_back(optimizer, checkpoints, recorded)
-    elif group.rank in (behind := recovery.new | recovery.late):
-        source = next(rank for rank in range(group.world_size) if rank not in behind)
-        _restore(optimizer, scheduler, schedules[source])
+    elif optimizer.schedule_is_old:
+        _restore(optimizer, scheduler, current)
+    optimizer.schedule_is_old = False
     if checkpoints:
         checkpoints.checkpointer.after_change()
+    return lost or current is None
 
 
 def _go_back(optimizer: Optimizer, checkpoints: ScriptCheckpoints | None, recorded: int) -> None:
     """A part of the state is lost: all ranks go back to the newest checkpoint, or to their first weights."""
-    if checkpoints:
-        checkpoints.load()
-    if not optimizer.is_new:  # a checkpoint was loaded
+    if checkpoints and checkpoints.load():
         return
     if any(optimizer.model.group.all_gather_json(optimizer.commit.step)) or recorded:
         cause = "Workers were lost that alone had a part of the optimizer's state, and there is no checkpoint"

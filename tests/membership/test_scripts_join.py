@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.kit.runs import andon
-from tests.membership.test_scripts_go_on import assert_ended_alike, script_that_dies, undisturbed_script
+from tests.membership.test_scripts_go_on import (
+    assert_ended_alike,
+    returns_in_ledger,
+    script_that_dies,
+    undisturbed_script,
+)
 
 
 def test_a_worker_whose_script_has_changed_does_not_join(tmp_path: Path) -> None:
@@ -79,3 +84,38 @@ def test_a_worker_that_computes_alone_what_the_others_computed_together_does_not
         assert code == 0, output
         assert ("another result of andon.mean, computed alone" in output) == (folder != undisturbed), output
     assert (tmp_path / "run" / "digest").read_text() == (undisturbed / "digest").read_text()
+
+
+DIES_IN_A_JOIN = """
+import andon.cluster.scripts.group
+enter, mine = andon.cluster.scripts.group.enter_generation, "reached-" + os.environ["ANDON_RANK"]
+def die_in_a_join(*arguments):
+    if mine in VICTIMS and group.world_size == 3 and not os.path.exists(mine):
+        open(mine, "w").close()
+        while not all(map(os.path.exists, VICTIMS)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), 9)
+    return enter(*arguments)
+andon.cluster.scripts.group.enter_generation = die_in_a_join
+if group.joins:
+    open("joining", "w").close()
+for step in model.steps(start, int(sys.argv[1])):
+    while step == 20 and not os.path.exists("joining"):
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("victims", [["reached-2"], ["reached-0", "reached-2"]], ids=["one", "all"])
+def test_a_worker_that_joins_has_the_schedule_of_its_weights_whoever_is_lost_meanwhile(
+    tmp_path: Path, victims: list[str]
+) -> None:
+    """A worker that is left alone before it has the schedule goes back to a checkpoint."""
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    undisturbed_script(alone, 60)
+    script_that_dies(run, "exchange", 18, rank=1)
+    script, loop = (run / "mine.py").read_text(), "for step in model.steps(start, int(sys.argv[1])):\n"
+    (run / "mine.py").write_text(script.replace(loop, DIES_IN_A_JOIN.replace("VICTIMS", repr(victims))))
+    code, output = andon("run", "--workers=3", "mine.py", "60", "off", "0.05", cwd=run)
+    assert code == 0 and all((run / name).exists() for name in victims), output
+    assert len(returns_in_ledger(run, 60)) == (len(victims) == 2)
+    assert_ended_alike(run, alone, 60)

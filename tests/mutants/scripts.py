@@ -42,6 +42,14 @@ MUTANTS = [
         (f"{SCRIPTS}::test_the_error_is_that_of_the_worker_that_cannot_go_on_not_of_those_that_are_refused_then",),
     ),
     Mutant(
+        "joined-with-an-old-schedule",
+        "A worker that has received weights keeps its own schedule, because another one is lost before it has theirs.",
+        "engine/optimizer.py",
+        "self.schedule_is_old |= ",
+        "self.schedule_is_old = ",
+        (f"{JOIN}::test_a_worker_that_joins_has_the_schedule_of_its_weights_whoever_is_lost_meanwhile",),
+    ),
+    Mutant(
         "committed-step-undone",
         "The schedule of a script is set back when only the gather of a step has failed.",
         "engine/optimizer.py",

@@ -120,14 +120,14 @@ class ScriptWorker:
                 group.become(self._open())
                 self._compare(optimizer)
                 recovery = optimizer.enter(Membership.of(group, slots), client.recorded)
-                enter_generation(optimizer, recovery, client.recorded)
+                went_back = enter_generation(optimizer, recovery.lost, client.recorded)
             except GroupError as failure:
                 why = failure
                 continue
             group.joins = False
             step = group.reported = optimizer.progress.step
-            if group.rank == 0 or recovery.lost:
+            if group.rank == 0 or went_back:
                 client.report([record for number, record in recovery.records.items() if number <= step])
-            if recovery.lost:  # the steps before stay committed
+            if went_back:  # the steps before stay committed
                 client.went_back(group.generation, step)
             return
