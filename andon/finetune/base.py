@@ -20,6 +20,8 @@ CLASSIFIER: Final = "ForSequenceClassification"
 """How the names of architectures end: those of causal language models, and of classifiers."""
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "*.tiktoken", "tekken.json")
 """A tokenizer has at least one of these files; without any, the library would create an empty tokenizer."""
+LOADING: Final = {"local_files_only": True, "trust_remote_code": False}
+"""Options of every load: nothing is downloaded, and no code that comes with a model is run."""
 UNLIMITED: Final = 1 << 40
 """A tokenizer without a limit gives a larger `model_max_length` than this."""
 TOKENIZER_SUFFIXES: Final = (".json", ".jinja", ".txt", ".model")
@@ -38,7 +40,7 @@ class Base:
 
     def _read_config(self) -> Any:
         try:
-            return self._transformers.AutoConfig.from_pretrained(self.folder, local_files_only=True)
+            return self._transformers.AutoConfig.from_pretrained(self.folder, **LOADING)
         except Exception as error:  # the library raises many kinds of errors
             cause = first_line(error)
             known = f"transformers {self._transformers.__version__}"
@@ -88,7 +90,7 @@ class Base:
         try:
             if not any(file for name in TOKENIZER_FILES for file in self.folder.glob(name)):
                 raise ValueError("There is no tokenizer.json")
-            return self._transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            return self._transformers.AutoTokenizer.from_pretrained(self.folder, **LOADING)
         except Exception as error:  # the library raises many kinds of errors
             cause = first_line(error)
             remedy = "Copy tokenizer.json and tokenizer_config.json of the model into its folder"

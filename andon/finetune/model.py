@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from andon.config.finetune import FinetuneConfig, LoraConfig, Task
-from andon.errors import UserError
-from andon.finetune.base import Base, first_line, read_json
+from andon.errors import UserError, shown
+from andon.finetune.base import LOADING, Base, first_line, read_json
 from andon.finetune.samples.sample_set import SampleSet
 
 COPY_AGAIN = "Copy it again from where it came"
+WITHOUT_CODE = "Use a model that transformers knows; code that comes with a model is not run"
 POOLER = "pooler"
 """A layer of some classifiers between the last block and the head; models that were not classifiers often lack it."""
 PEFT_TASKS = {"classes": "SEQ_CLS", "answers": "CAUSAL_LM"}
@@ -33,7 +34,7 @@ def load_weights(base: Base, task: Task, labels: Sequence[str]) -> tuple[nn.Modu
     """Load the model of a folder in f32, and list its new weights: a classifier gets a head of the right size."""
     import transformers
 
-    settings: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
+    settings: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, **LOADING}
     kind = transformers.AutoModelForCausalLM
     if task == "classes":
         kind = transformers.AutoModelForSequenceClassification
@@ -43,7 +44,7 @@ def load_weights(base: Base, task: Task, labels: Sequence[str]) -> tuple[nn.Modu
     try:
         model, loaded = kind.from_pretrained(base.folder, output_loading_info=True, **settings)
     except Exception as error:  # the library raises many kinds of errors
-        raise _cannot_load(base, error) from None
+        raise cannot_load(base, error) from None
     new = sorted({*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
     body = f"{model.base_model_prefix}."
     # The library silently initialises missing tensors. Only the head and the pooler of a classifier may be new.
@@ -54,13 +55,15 @@ def load_weights(base: Base, task: Task, labels: Sequence[str]) -> tuple[nn.Modu
     return model, new
 
 
-def _cannot_load(base: Base, error: Exception) -> UserError:
+def cannot_load(base: Base, error: Exception) -> UserError:
+    """The error for a model that the library cannot load."""
     cause = first_line(error)
     if not list(base.folder.glob("*.safetensors")) and list(base.folder.glob("*.bin")):
         cause = "Its weights are a .bin file, a pickle, which can run code when it is loaded"
         remedy = "Save it as safetensors first: model.save_pretrained(FOLDER)"
         return UserError(f"{base.folder} has no safetensors", cause, remedy)
-    return UserError(f"{base.folder} cannot be loaded", cause, COPY_AGAIN)
+    needs_code = "trust_remote_code" in str(error)
+    return UserError(f"{base.folder} cannot be loaded", cause, WITHOUT_CODE if needs_code else COPY_AGAIN)
 
 
 def add_adapters(model: nn.Module, task: Task, lora: LoraConfig, new: Sequence[str] = ()) -> nn.Module:
@@ -119,7 +122,11 @@ def load_adapter(folder: Path) -> tuple[nn.Module, Base, Task]:
     except Exception as error:  # the library raises many kinds of errors
         cause = first_line(error)
         raise UserError(f"{folder} is not an adapter", cause, "Name a folder with adapter_config.json") from None
-    base = Base(settings.base_model_name_or_path)
+    named = settings.base_model_name_or_path
+    if not named or not isinstance(named, str):
+        cause = f"base_model_name_or_path in its adapter_config.json is {shown(named)}"
+        raise UserError(f"The adapter {folder} does not name its model", cause, "Write the folder of the model there")
+    base = Base(named)
     task: Task = "classes" if settings.task_type == "SEQ_CLS" else "answers"
     model, _ = load_weights(base, task, labels_of(folder, base))
     try:

@@ -20,7 +20,7 @@ from andon.data.batches import NO_TARGET
 from andon.engine.gradients.arena import backward_order
 from andon.errors import UserError
 from andon.finetune.base import Base, first_line
-from andon.finetune.model import add_adapters
+from andon.finetune.model import add_adapters, cannot_load
 from andon.finetune.samples.sample_set import SampleSet
 from andon.finetune.task import keeps_logits
 from andon.run.plan import Plan, Trained, memory_of, sent
@@ -56,7 +56,10 @@ class Sizes:
         if self.samples.task == "classes":
             settings.num_labels, kind = len(self.samples.labels), transformers.AutoModelForSequenceClassification
         with torch.device("meta"):
-            model: nn.Module = kind.from_config(settings, dtype=torch.float32)
+            try:
+                model: nn.Module = kind.from_config(settings, dtype=torch.float32, trust_remote_code=False)
+            except Exception as error:  # the library raises many kinds of errors
+                raise cannot_load(self.base, error) from None
             return (add_adapters(model, self.samples.task, config.lora) if config.lora.rank else model).train()
 
     def _activations(self, rows: int) -> int:

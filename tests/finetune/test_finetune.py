@@ -17,6 +17,7 @@ from andon.data.batches import NO_TARGET
 from andon.errors import UserError
 from andon.finetune.base import Base
 from andon.finetune.generate import generate, open_folder
+from andon.finetune.plan import sizes_of
 from andon.finetune.result import merge
 from andon.integrity.halt import JidokaHalt
 from andon.transport.local import LocalGroup
@@ -152,6 +153,28 @@ def test_weights_that_are_missing_are_not_made_up(place: Path, tmp_path: Path) -
         assert lost in caught.value.cause
 
 
+@pytest.mark.parametrize(
+    ("kind", "found"), [("AutoConfig", "own"), ("AutoTokenizer", "vit"), ("AutoModelForCausalLM", "t5")]
+)
+def test_code_that_comes_with_a_model_never_runs(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, found: str
+) -> None:
+    """Not even if the library asks for it and the user agrees."""
+    shutil.copytree(place / "llama", model := tmp_path / "model")
+    own = {"auto_map": {kind: [None, "own.Own"] if kind == "AutoTokenizer" else "own.Own"}}
+    (model / "config.json").write_text(json.dumps({"model_type": found, "architectures": ["OwnForCausalLM"], **own}))
+    if kind == "AutoTokenizer":
+        (model / "tokenizer_config.json").write_text(json.dumps(own))
+    (model / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\n\nclass Own:\n    pass\n")
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    for use in (sizes_of, lambda config: open_run(config, LocalGroup())):
+        with pytest.raises(UserError) as caught:
+            use(tune_config(model, place / "endings.jsonl"))
+        assert "custom code" in caught.value.cause
+        assert "is not run" in caught.value.remedy or kind == "AutoTokenizer"
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_classifier_without_its_head_gives_no_answers(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "llama", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
@@ -222,6 +245,15 @@ def test_an_extra_that_is_not_installed_is_named(
     with pytest.raises(UserError) as caught:
         open_run(config, LocalGroup())
     assert name in caught.value.cause and "andon[finetune]" in caught.value.remedy
+
+
+@pytest.mark.parametrize("named", [None, "", 7])
+def test_an_adapter_that_names_no_model_is_refused(place: Path, tmp_path: Path, named: object) -> None:
+    tune(tune_config(place / "llama", place / "endings.jsonl", train__steps=1, run__dir=str(tmp_path)))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": named}))
+    with pytest.raises(UserError, match=f"adapter does not name its model\nbase_model.* is {named!r}\n"):
+        open_folder(tmp_path / "adapter")
 
 
 def test_adapters_do_not_go_on_with_another_model(place: Path, tmp_path: Path) -> None:

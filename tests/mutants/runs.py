@@ -402,4 +402,29 @@ MUTANTS = [
         "return True",
         ("commands/test_drill.py",),
     ),
+    # the models that a fine-tuning starts from
+    Mutant(
+        "code-of-a-model-runs",
+        "The library may ask whether to run code that comes with a model.",
+        "finetune/base.py",
+        '{"local_files_only": True, "trust_remote_code": False}',
+        '{"local_files_only": True}',
+        ("finetune/test_finetune.py::test_code_that_comes_with_a_model_never_runs",),
+    ),
+    Mutant(
+        "plan-runs-code-of-a-model",
+        "A plan may run code that comes with a model.",
+        "finetune/size.py",
+        "dtype=torch.float32, trust_remote_code=False)",
+        "dtype=torch.float32)",
+        ("finetune/test_finetune.py::test_code_that_comes_with_a_model_never_runs",),
+    ),
+    Mutant(
+        "adapter-without-a-model",
+        "An adapter that names no model is one of the current folder.",
+        "finetune/model.py",
+        "if not named or not isinstance(named, str):",
+        "if named is None:",
+        ("finetune/test_finetune.py::test_an_adapter_that_names_no_model_is_refused",),
+    ),
 ]
