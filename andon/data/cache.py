@@ -83,8 +83,10 @@ def receive(cache: Path, digest: str, fill: Callable[[Path], object], open_folde
         if open_sound(fresh, digest, open_folder) is None:
             cause = "Its digest is not the one that the coordinator named"
             raise UserError("The data did not arrive intact", cause, "Start the worker again")
-        shutil.rmtree(folder, ignore_errors=True)  # an older one is damaged, or `find` would have found it
-        _publish(fresh, folder)
+        # Another worker may have received it meanwhile and read it now; only a damaged one is replaced.
+        if open_sound(folder, digest, open_folder) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            _publish(fresh, folder)
     return open_folder(folder)
 
 

@@ -242,12 +242,14 @@ def digests(files: Sequence[Path], index: Path, progress: Progress) -> list[str]
     return found
 
 
-def digest(file: Path, progress: Progress = quiet, done: int = 0, total: int = 0) -> str:
-    """BLAKE3 of a file."""
+def digest(file: Path, progress: Progress = quiet, done: int = 0, total: int = 0, whole: blake3 | None = None) -> str:
+    """BLAKE3 of a file; its bytes are also added to `whole`."""
     hasher = blake3()
     with reading(file), file.open("rb") as stream:
         while data := stream.read(1 << 20):
             hasher.update(data)
+            if whole:
+                whole.update(data)
             progress("reading", done + stream.tell(), total)
     return hasher.hexdigest()
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from andon.data.cache import damaged
 from andon.data.sources import digest
@@ -70,9 +71,12 @@ class TokenSet:
         return out
 
     def verify(self) -> None:
-        """Compare the digest of every file with the one in meta.json."""
+        """Compare the digests of every file and of all tokens with those in meta.json."""
+        whole = blake3()
         for shard in self.meta["shards"]:
-            if digest(self.folder / shard["name"]) != shard["blake3"]:
+            if digest(self.folder / shard["name"], whole=whole) != shard["blake3"]:
                 raise damaged(self.folder, "its BLAKE3 is not the one in meta.json", shard["name"])
+        if whole.hexdigest() != self.digest:
+            raise damaged(self.folder, "its digest is not that of the tokens", "meta.json")
         if self.tokenizer().digest() != self.meta["tokenizer"]:
             raise damaged(self.folder, "its BLAKE3 is not the one in meta.json", "tokenizer.json")

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andon.data.build import Corpus, prepare
+from andon.data.cache import find, receive
 from andon.data.sources import PIECE_BYTES, Counts, Piece, documents, find_files
 from andon.data.stories import stories
 from andon.data.token_set import TokenSet
@@ -346,6 +348,34 @@ def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
     (made.folder / "tokenizer.json").write_text(Tokenizer.train(["a a"], 258).to_json())
     with pytest.raises(UserError, match=r"tokenizer.json is damaged"):
         TokenSet.open(made.folder).verify()
+
+
+def test_other_tokens_are_not_found_under_the_digest_of_these(folder: Path, tmp_path: Path) -> None:
+    """Not even if meta.json has the BLAKE3 of the changed shard."""
+    made = prepare(in_bytes(folder), tmp_path, shard_tokens=10)
+    same = find(tmp_path, made.digest, TokenSet.open)
+    assert same and same.folder == made.folder
+    shard, meta = made.folder / "tokens-00001.bin", made.folder / "meta.json"
+    before = blake3(shard.read_bytes()).hexdigest()
+    shard.write_bytes(bytes(20))
+    meta.write_text(meta.read_text().replace(before, blake3(bytes(20)).hexdigest()))
+    assert find(tmp_path, made.digest, TokenSet.open) is None
+    with pytest.raises(UserError, match=r"meta.json is damaged\nits digest is not that of the tokens"):
+        TokenSet.open(made.folder).verify()
+
+
+def test_data_that_arrives_again_leaves_the_received_data_to_its_readers(folder: Path, tmp_path: Path) -> None:
+    made, cache = prepare(in_bytes(folder), tmp_path / "theirs"), tmp_path / "mine"
+
+    def fill(into: Path) -> None:
+        shutil.copytree(made.folder, into, dirs_exist_ok=True)
+
+    kept = receive(cache, made.digest, fill, TokenSet.open).folder
+    inode = kept.stat().st_ino
+    assert receive(cache, made.digest, fill, TokenSet.open).folder == kept and kept.stat().st_ino == inode
+    (kept / "tokenizer.json").unlink()
+    receive(cache, made.digest, fill, TokenSet.open).verify()
+    assert kept.stat().st_ino != inode and not temporaries(cache)
 
 
 EMPTY = '{"format": 1, "dtype": "<u2", "vocab_size": 1, "tokens": 0, "bytes": 0, "digest": "", "shards": []}'

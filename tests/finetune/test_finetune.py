@@ -167,6 +167,7 @@ def test_code_that_comes_with_a_model_never_runs(
         (model / "tokenizer_config.json").write_text(json.dumps(own))
     (model / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n\n\nclass Own:\n    pass\n")
     monkeypatch.setattr("builtins.input", lambda question: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     for use in (sizes_of, lambda config: open_run(config, LocalGroup())):
         with pytest.raises(UserError) as caught:
             use(tune_config(model, place / "endings.jsonl"))

@@ -282,6 +282,22 @@ MUTANTS = [
         ("cluster/test_coordinator.py::test_what_arrives_with_another_digest_is_not_kept",),
     ),
     Mutant(
+        "received-data-is-removed",
+        "A worker that receives data removes the same data of another worker.",
+        "data/cache.py",
+        "        if open_sound(folder, digest, open_folder) is None:\n",
+        "        if fresh.exists():\n",
+        ("data/test_data_prepare.py::test_data_that_arrives_again_leaves_the_received_data_to_its_readers",),
+    ),
+    Mutant(
+        "digest-of-tokens-believed",
+        "The digest of all tokens is that of meta.json, whatever the tokens are.",
+        "data/token_set.py",
+        "        if whole.hexdigest() != self.digest:\n",
+        "        if not self.digest:\n",
+        ("data/test_data_prepare.py::test_other_tokens_are_not_found_under_the_digest_of_these",),
+    ),
+    Mutant(
         "killed-worker-is-success",
         "A worker that was killed does not spoil the exit code.",
         "cluster/processes.py",
