@@ -55,6 +55,8 @@ def configuration(arguments: list[str]) -> Config:
             "A configuration names its own corpus",
             "Give one CONFIG.yaml, or only paths of text; --data.corpus overrides the corpus",
         )
+    if "data.corpus" in overrides:
+        _refuse_ignored(corpus, "--data.corpus names the corpus")
     return load(Path(files[0]) if files else None, {"data.corpus": corpus, **overrides} if corpus else overrides)
 
 
@@ -64,14 +66,26 @@ def tuning_configuration(arguments: list[str], values: Mapping[str, Any] | None 
     from andon.config.load import merge, parse_arguments, validate
 
     paths, overrides = parse_arguments(arguments, FinetuneConfig)
-    if values is None:
+    if values is not None:
+        _refuse_ignored(paths, "The configuration names model and samples; --model and --data.files override them")
+    else:
         model, *files = paths or ["MODEL"]
+        if "model" in overrides:
+            _refuse_ignored(paths[:1], "--model names the model")
+        if "data.files" in overrides:
+            _refuse_ignored(files, "--data.files names the samples")
         if not files and "data.files" not in overrides:
             remedy = f"`andon finetune {model} samples.jsonl`"
             raise UserError("There is no data", "`andon finetune` takes a model and files of samples", remedy)
         given: dict[str, Any] = {"model": model, "data.files": files} if files else {"model": model}
         overrides = given | overrides
     return validate(merge(values or {}, overrides, FinetuneConfig), FinetuneConfig)
+
+
+def _refuse_ignored(paths: list[str], cause: str) -> None:
+    """Refuse paths that would change nothing."""
+    if paths:
+        raise UserError(f"{' '.join(paths)} would be ignored", cause, "Leave one of them out")
 
 
 def run_configuration(arguments: list[str], finetune: bool = False) -> RunSettings:

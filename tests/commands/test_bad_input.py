@@ -73,6 +73,24 @@ def test_a_benchmark_names_a_bad_option(arguments: list[str], complaint: str, tm
     assert code == 1 and complaint in output and "Traceback" not in output, output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "ignored"),
+    [
+        (["tune.yaml", "b.jsonl", "c.jsonl"], "b.jsonl c.jsonl"),
+        (["a.txt", "b.txt", "--data.corpus=c.txt"], "a.txt b.txt"),
+        (["--finetune", "model", "a.jsonl", "--data.files=b.jsonl"], "a.jsonl"),
+        (["--finetune", "model", "a.jsonl", "--model=other"], "model"),
+    ],
+)
+def test_a_path_that_would_be_ignored_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], ignored: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tune.yaml").write_text("{model: model, data: {files: [a.jsonl]}, lora: {}}")
+    with pytest.raises(UserError, match=f"^{ignored} would be ignored\n"):
+        app(["config", "show", *arguments], standalone_mode=False)
+
+
 def test_no_files(tmp_path: Path) -> None:
     assert "nothing-here" in refused("nothing-here", cwd=tmp_path)
 

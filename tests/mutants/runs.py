@@ -363,6 +363,14 @@ MUTANTS = [
     ),
     # commands
     Mutant(
+        "arguments-ignored",
+        "A path that changes nothing is accepted.",
+        "cli/arguments.py",
+        """        raise UserError(f"{' '.join(paths)} would be ignored", cause, "Leave one of them out")\n""",
+        "        return\n",
+        ("commands/test_bad_input.py::test_a_path_that_would_be_ignored_is_refused",),
+    ),
+    Mutant(
         "verify-is-content",
         "`andon checkpoint verify` ends with 0 although something is damaged.",
         "commands/checkpoint.py",
