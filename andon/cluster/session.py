@@ -32,7 +32,7 @@ class Hooks:
     emit: Emit
     stop_wanted: Callable[[], bool]
     local_rank: int = 0
-    """The rank among those of its machine, which selects the GPU."""
+    """The number among the workers of its machine, which selects the GPU."""
     on_built: Callable[[Trainer], None] = lambda trainer: None
     change_wanted: Callable[[], bool] = lambda: False
     """Whether a worker waits to join, or is to leave."""
@@ -184,14 +184,19 @@ def make_torch_deterministic(threads: int) -> None:
 def choose_device(wanted: str, local_rank: int, emit: Emit) -> torch.device:
     """Choose the device of a rank (F-DP-004): `auto` falls back to the CPU with a note, `cuda` does not."""
     if wanted != "cpu" and torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
+        return use_gpu(local_rank)
     if wanted == "cuda":
         raise UserError("device = 'cuda', but torch sees no CUDA device", _why_no_cuda(), "Use --device auto or cpu")
     if wanted == "auto":
         emit(event("note", text=f"Training on the CPU: {_why_no_cuda()}"))
     return torch.device("cpu")
+
+
+def use_gpu(local_rank: int) -> torch.device:
+    """Make a GPU the current device of this process: workers of one machine take its GPUs in turn."""
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _why_no_cuda() -> str:

@@ -31,7 +31,7 @@ from andon.run.records.events import Emit, event, no_event
 from andon.transport.base import Settings
 from andon.transport.registry import TRANSPORTS
 from andon.transport.tcp.connect import check_loopback, is_loopback
-from andon.transport.torch_dist import StoreRendezvous, gloo_at
+from andon.transport.torch_backend import StoreRendezvous, gloo_at, init_ranks
 
 
 def run(config: RunSettings, resume: str, console: Console) -> int:
@@ -49,7 +49,7 @@ def run(config: RunSettings, resume: str, console: Console) -> int:
     with contextlib.ExitStack() as stack:
         device = choose_device(config.device, local_rank, no_event)
         host = own_address()
-        dist.init_process_group("nccl" if device.type == "cuda" else gloo_at(host))
+        init_ranks(gloo_at(host), config.group.timeout, device)
         stack.callback(dist.destroy_process_group)
         store = dist.distributed_c10d._get_default_store()
         rendezvous = StoreRendezvous(store, rank, world_size, config.group.timeout)

@@ -12,7 +12,7 @@ from andon.control.files import send_files
 from andon.control.generations.succession import Succession
 from andon.control.link import ControlLink, Message
 from andon.control.loop import Loop
-from andon.control.members import Phase, Worker, free_rank
+from andon.control.members import Phase, Worker, free_local_rank, free_rank
 from andon.run.records.events import Emit, event
 from andon.transport.base import ProtocolError
 from andon.version import VERSION
@@ -60,13 +60,14 @@ class Admission:
         elif worker.place in succession.quarantine:
             self._refuse(worker, f"workers on {worker.host} were lost again and again")
         else:
-            worker.phase = Phase.PREPARING
-            worker.link.queue("job", **self.job, goes_on=bool(succession.goes_on), joins=succession.begun)
+            worker.phase, worker.local_rank = Phase.PREPARING, free_local_rank(self.workers.values(), worker)
+            how = {"goes_on": bool(succession.goes_on), "joins": succession.begun, "local_rank": worker.local_rank}
+            worker.link.queue("job", **self.job, **how)
 
     def _greet_again(self, worker: Worker, again: Message) -> None:
         """Give a member its rank again that was cut off, or whose coordinator was restarted."""
         self._introduce(worker, again)
-        worker.sees_folder = again["folder"] == self.job["folder_mark"]
+        worker.sees_folder, worker.local_rank = again["folder"] == self.job["folder_mark"], again["local_rank"]
         generation = again["generation"]
         if known := self._succession.member_in(worker, generation):
             self._replace_link(known, worker.link, generation)

@@ -67,7 +67,7 @@ IDENTITY: Final[Fields] = {"version": str, "host": str, "machine": str, "pid": i
 FROM_WORKER: Final[dict[str, Fields]] = {
     "alive": {},
     "hello": IDENTITY,
-    "again": {**IDENTITY, "generation": int, "member": int, "folder": str},
+    "again": {**IDENTITY, "generation": int, "member": int, "local_rank": int, "folder": str},
     "fetch": {},
     "ready": {"data": str, "folder": str},
     "value": {"topic": str, "value": str},
@@ -81,7 +81,7 @@ FROM_WORKER: Final[dict[str, Fields]] = {
 }
 FROM_COORDINATOR: Final[dict[str, Fields]] = {
     "alive": {},
-    "job": {"data": str},
+    "job": {"data": str, "local_rank": int},
     "file": {"name": str, "size": int},
     "refused": {"reason": str},
     "welcome": {"rank": int, "world_size": int},
@@ -93,7 +93,6 @@ FROM_COORDINATOR: Final[dict[str, Fields]] = {
         "later": int,
         "hosts": list,
         "host": str,
-        "local_rank": int,
         "keys": dict,
         "server": (list, type(None)),
     },

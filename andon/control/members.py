@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from itertools import count
 
 from andon.control.link import ControlLink, Message
 from andon.transport.tcp.connect import is_loopback
@@ -31,6 +31,8 @@ class Worker:
     machine: str = ""
     pid: int = 0
     wanted: int | None = None
+    local_rank: int = 0
+    """Its number among the workers of its machine, which selects its GPU; the same in every generation."""
     rank: int = -1
     fetches: bool = False
     """Whether it was sent the data."""
@@ -63,14 +65,6 @@ class Worker:
         return f"rank {self.rank} on {self.host}" if self.rank >= 0 else f"a worker on {self.host or self.link.remote}"
 
 
-class Seat(NamedTuple):
-    """A worker's rank, its rank among the workers of its machine, and its address for the other ranks."""
-
-    rank: int
-    local_rank: int
-    address: str
-
-
 def free_rank(taken: Iterable[int], world_size: int, worker: Worker) -> int | None:
     """Choose a rank for a worker; only a worker that sees the run's folder can be rank 0, which writes checkpoints."""
     free = sorted(set(range(world_size)) - set(taken))
@@ -81,14 +75,18 @@ def free_rank(taken: Iterable[int], world_size: int, worker: Worker) -> int | No
     return free[0 if worker.sees_folder else -1] if free else None
 
 
-def seats(members: Iterable[Worker]) -> list[Seat]:
-    """The seats of all members, by rank. If some members are on other machines, a worker that connected over the
-    coordinator's loopback gets the address at which those machines reached the coordinator."""
+def free_local_rank(workers: Iterable[Worker], worker: Worker) -> int:
+    """Number a worker on its machine. A launcher has numbered its own workers, and gives the number of a lost one to
+    the worker that replaces it; another worker gets the lowest number that nobody on its machine has."""
+    if worker.wanted is not None:
+        return worker.wanted
+    taken = {other.local_rank for other in workers if other.machine == worker.machine and other is not worker}
+    return next(number for number in count() if number not in taken)
+
+
+def addresses(members: Iterable[Worker]) -> list[str]:
+    """The address of each member for the other ranks, by rank. If some members are on other machines, a worker that
+    connected over the coordinator's loopback gets the address at which those machines reached the coordinator."""
     workers = sorted(members, key=lambda worker: worker.rank)
     outside = [worker.link.local for worker in workers if not is_loopback(worker.link.remote)]
-    found = []
-    for worker in workers:
-        address = outside[0] if outside and is_loopback(worker.link.remote) else worker.link.remote
-        before = sum(other.machine == worker.machine for other in workers[: worker.rank])
-        found.append(Seat(worker.rank, before, address))
-    return found
+    return [outside[0] if outside and is_loopback(worker.link.remote) else worker.link.remote for worker in workers]

@@ -29,6 +29,7 @@ from andon.transport.base import SOMEONE, Group, GroupTimeout, PeerLost, Protoco
 from andon.transport.keys import LinkKeys
 from andon.transport.rows import first_row, one_node_each, rows_of
 from andon.transport.tcp.connect import listen
+from andon.transport.torch_backend import gloo_at
 
 Transfer = tuple[int, torch.Tensor]  # a peer, and what is sent or received
 Outcome = tuple[int, Exception | None]  # a peer, and how its transfers failed
@@ -223,48 +224,6 @@ class TorchGroup(Group):
 
     def _wire_dtype(self, nodes: torch.Tensor) -> torch.dtype:
         return torch.bfloat16 if self.wire == "bf16" and nodes.dtype == torch.float32 else nodes.dtype
-
-
-class StoreRendezvous:
-    """A rendezvous in a torch store (torchrun's or Andon's)."""
-
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
-        self.store, self.rank, self.world_size, self.timeout = store, rank, world_size, timeout
-        self._turn = 0
-
-    def exchange(self, topic: str, mine: str) -> list[str]:
-        """Publish this rank's value for a topic and return all ranks' values; all ranks call in the same order."""
-        started = time.monotonic()
-        self._turn += 1
-        keys = [f"andon/{self._turn}/{topic}/{rank}" for rank in range(self.world_size)]
-        try:
-            self.store.set(keys[self.rank], mine)
-            while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
-                seconds = time.monotonic() - started
-                if seconds >= self.timeout:
-                    detail = f"still missing: rank {', '.join(map(str, missing))}"
-                    raise GroupTimeout(missing[0], f"rendezvous on {topic!r}", seconds, detail)
-                time.sleep(0.005 if seconds < 1 else 0.05)
-            return [self.store.get(key).decode() for key in keys]
-        except RuntimeError as error:
-            seconds = time.monotonic() - started
-            raise PeerLost(SOMEONE, f"rendezvous on {topic!r}", seconds, f"the store failed: {error}") from error
-
-
-def gloo_at(host: str) -> str:
-    """Register a backend of torch.distributed and return its name: Gloo that uses one address of this machine, and not
-    the one to which the host name resolves."""
-
-    def create(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(store, rank, size, options)
-
-    name = "gloo_at_" + re.sub(r"\W", "_", host)
-    if name.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(name, create, devices=["cpu"])
-    return name
 
 
 def authenticate_all(group: Group, keys: LinkKeys) -> None:

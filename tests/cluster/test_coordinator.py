@@ -29,8 +29,9 @@ from andon.control import coordinator as coordinator_module
 from andon.control import stragglers as stragglers_module
 from andon.control.coordinator import Coordinator
 from andon.control.files import Receiver
+from andon.control.generations.succession import GoesOn
 from andon.control.link import ControlLink
-from andon.control.members import Worker, seats
+from andon.control.members import Worker, addresses
 from andon.control.stragglers import Stragglers
 from andon.control.token import Credentials, token_of_run
 from andon.control.worker import client as client_module
@@ -42,6 +43,7 @@ from andon.errors import UserError
 from andon.finetune.base import Base
 from andon.finetune.samples.sample_set import SampleSet
 from andon.finetune.samples.tokenize import prepare_samples
+from andon.run.records.ledger import Ledger
 from andon.transport.base import PeerLost, ProtocolError
 from tests.finetune.tuning import endings, make_model, tune_config
 from tests.kit.group_harness import busy
@@ -536,18 +538,33 @@ def member(rank: int, machine: str, remote: str, local: str) -> Worker:
     return Worker(cast(ControlLink, link), rank=rank, machine=machine)
 
 
-def test_everyone_gets_a_gpu_of_its_own_machine_and_an_address_that_others_reach() -> None:
+def test_a_worker_keeps_its_gpu_and_one_that_replaces_it_gets_the_same(tmp_path: Path) -> None:
+    goes_on = GoesOn(1, 60.0, Ledger(tmp_path, 0))
+    with closing(Coordinator(JOB, 3, lambda event: None, credentials(), goes_on=goes_on)) as coordinator:
+        clients = [join(coordinator.address, TOKEN, number)[1] for number in (2, 0, None)]
+        assert [client.local_rank for client in clients] == [2, 0, 1]
+        for client in clients:
+            client.enter({"data": "digest", "folder": "mark"})
+        assert all(client.wait_for_generation() for client in clients)
+        clients[0].close()
+        while coordinator.begun and len(coordinator.succession.generations.members) == 3:
+            time.sleep(0.01)
+        again, outside = (join(coordinator.address, TOKEN, number)[1] for number in (2, None))
+        assert (again.local_rank, outside.local_rank) == (2, 3)
+        for client in (*clients[1:], again, outside):
+            client.close()
+
+
+def test_everyone_gets_an_address_that_others_reach() -> None:
     members = [
         member(0, "a", "127.0.0.1", "127.0.0.1"),
         member(1, "b", "10.0.0.2", "10.0.0.1"),
         member(2, "a", "127.0.0.1", "127.0.0.1"),
         member(3, "b", "10.0.0.2", "10.0.0.1"),
     ]
-    assert [(seat.local_rank, seat.address) for seat in seats(members)] == [
-        *((0, "10.0.0.1"), (0, "10.0.0.2"), (1, "10.0.0.1"), (1, "10.0.0.2"))
-    ]
+    assert addresses(members) == ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2"]
     alone = [member(0, "a", "127.0.0.1", "127.0.0.1"), member(1, "a", "127.0.0.1", "127.0.0.1")]
-    assert [seat.address for seat in seats(alone)] == ["127.0.0.1", "127.0.0.1"]
+    assert addresses(alone) == ["127.0.0.1", "127.0.0.1"]
 
 
 def test_a_straggler_is_named_once_with_how_much_it_is_slower() -> None:

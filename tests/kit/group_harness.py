@@ -34,7 +34,7 @@ from andon.transport.base import Group, GroupError, Settings
 from andon.transport.keys import SERVER, LinkKeys
 from andon.transport.registry import TRANSPORTS, open_group
 from andon.transport.rows import Wire
-from andon.transport.torch_dist import StoreRendezvous
+from andon.transport.torch_backend import StoreRendezvous
 from tests import ROOT
 from tests.kit import prefork
 from tests.kit.thread_group import thread_groups

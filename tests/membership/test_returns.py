@@ -46,7 +46,7 @@ class Peer:
         self.hear("welcome")
 
     def again(self, generation: int, rank: int) -> None:
-        self.say("again", **self.me, generation=generation, member=rank, folder="mark")
+        self.say("again", **self.me, generation=generation, member=rank, local_rank=0, folder="mark")
 
     def part(self, generation: int) -> None:
         self.say("part", generation=generation, why="the server is silent", lost=None)

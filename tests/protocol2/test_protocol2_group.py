@@ -24,7 +24,7 @@ from andon.protocol2.client import ServerHalted
 from andon.protocol2.group import Protocol2Group
 from andon.transport.base import Group, Settings
 from andon.transport.registry import open_group
-from andon.transport.torch_dist import StoreRendezvous
+from andon.transport.torch_backend import StoreRendezvous
 from tests import ROOT
 from tests.kit.group_harness import link_keys, start_gradient_server
 from tests.kit.runs import SMALL, andon, end_started, events, start, summary, train, wait_for_step

@@ -13,7 +13,8 @@ from andon.engine.gradients.order import make_order
 from andon.errors import UserError
 from andon.transport.base import Group, GroupTimeout, PeerLost, Settings
 from andon.transport.registry import open_group
-from andon.transport.torch_dist import StoreRendezvous, TorchGroup
+from andon.transport.torch_backend import StoreRendezvous, choose_backend
+from andon.transport.torch_dist import TorchGroup
 from tests.kit.group_harness import World
 
 
@@ -95,6 +96,14 @@ def test_one_rank_alone_opens_every_transport_that_needs_no_one_else() -> None:
             group.all_reduce(vector)
             assert torch.equal(vector, torch.arange(5.0))
             assert group.all_gather_bytes(b"x") == [b"x"]
+
+
+@pytest.mark.parametrize(
+    "cards, backend",
+    [(["a", "b"], "nccl"), (["a", "a"], "gloo"), (["a", ""], "gloo"), (["", ""], "gloo"), (["a"], "nccl")],
+)
+def test_nccl_needs_a_gpu_for_every_rank(cards: list[str], backend: str) -> None:
+    assert choose_backend(cards, "gloo") == backend
 
 
 def test_a_group_that_made_its_process_group_destroys_it() -> None:

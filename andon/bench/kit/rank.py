@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from andon.transport.base import Group
 from andon.transport.registry import open_group
-from andon.transport.torch_dist import StoreRendezvous
+from andon.transport.torch_backend import StoreRendezvous
 
 TIMEOUT = 120.0  # seconds
 

@@ -19,7 +19,7 @@ from andon.optim.sharding import Zero
 from andon.transport.base import Group, Settings
 from andon.transport.registry import TRANSPORTS, open_group
 from andon.transport.rows import Wire
-from andon.transport.torch_dist import StoreRendezvous
+from andon.transport.torch_backend import StoreRendezvous
 
 PORT = 29512
 """Where rank 0 serves the store at which the ranks meet."""

@@ -18,7 +18,7 @@ from andon.transport.base import Group, Settings
 from andon.transport.keys import LinkKeys
 from andon.transport.registry import open_group
 from andon.transport.rows import Wire
-from andon.transport.torch_dist import StoreRendezvous
+from andon.transport.torch_backend import StoreRendezvous
 
 AllReduce = Callable[[], None]
 WARM_UP = 2  # turns

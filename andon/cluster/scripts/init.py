@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from andon.cluster.scripts.group import ScriptWorker
 from andon.cluster.scripts.run import NUMERICS, join_launcher, show_without_traceback
-from andon.cluster.session import make_torch_deterministic
+from andon.cluster.session import make_torch_deterministic, use_gpu
 from andon.cluster.signals import save_on_signal
 from andon.errors import UserError
 from andon.integrity.probe import compare_probes, take_probe
@@ -24,7 +24,8 @@ from andon.transport.base import Group, Settings
 from andon.transport.local import LocalGroup
 from andon.transport.registry import fastest_here, open_group
 from andon.transport.rows import Wire
-from andon.transport.torch_dist import StoreRendezvous, TorchGroup
+from andon.transport.torch_backend import StoreRendezvous, init_ranks
+from andon.transport.torch_dist import TorchGroup
 
 
 def init(
@@ -38,8 +39,10 @@ def init(
     """Open the group of this process; close it at the end.
 
     The other ranks are the workers of `andon run`, torchrun or SLURM; without them the process is alone. On one machine
-    the ranks exchange through shared memory, on several machines and on GPUs through torch.distributed. torch is made
-    deterministic, with `threads` compute threads per worker, and all random generators start from `seed`.
+    the ranks exchange through shared memory. On several machines, and under torchrun where each rank has a GPU of its
+    own, they exchange through torch.distributed. The ranks of a machine take its GPUs in turn: each one's is the
+    current device. torch is made deterministic, with `threads` compute threads per worker, and all random generators
+    start from `seed`.
 
     `timeout` is the number of seconds that a rank may make no progress. `numerics` is the setting of `andon run`, or
     portable. `wire` is the type of gradients on the wire. `mixed` allows machines that compute different bits."""
@@ -50,11 +53,15 @@ def init(
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     group = _open(Settings(timeout, wire))
-    on_gpu = torch.cuda.is_available()
-    if found := compare_probes(group, take_probe(torch.device("cuda" if on_gpu else "cpu")), mixed):
+    if found := compare_probes(group, take_probe(_device()), mixed):
         warnings.warn(f"Unequal machines: {found}. Each weight is updated by one of them", RuntimeWarning, stacklevel=2)
     atexit.register(_close_at_exit, group)
     return group
+
+
+def _device() -> torch.device:
+    """The current GPU, or the CPU of a machine without one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _chosen_by_launcher() -> Numerics:
@@ -69,8 +76,12 @@ def _chosen_by_launcher() -> Numerics:
 def _open(settings: Settings) -> Group:
     if found := join_launcher():
         client, joins, edited = found
+        if torch.cuda.is_available():
+            use_gpu(client.local_rank)
         return ScriptWorker(client, settings, joins, edited).group
     _read_slurm()
+    if torch.cuda.is_available():
+        use_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     group = LocalGroup(settings.wire) if alone else _open_torchrun(settings)
     _behave_as_under_andon_run(group)
@@ -101,14 +112,11 @@ def _behave_as_under_andon_run(group: Group) -> None:
 
 def _open_torchrun(settings: Settings) -> Group:
     """Open the group of the ranks that torchrun or SLURM has started."""
-    here, opened_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), not dist.is_initialized()
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= here  # NCCL needs one per rank
-    if on_gpus:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    opened_here = not dist.is_initialized()
     if opened_here:
-        dist.init_process_group("nccl" if on_gpus else "gloo")
-    size = dist.get_world_size()
-    if on_gpus or here != size or fastest_here(size) == "torch":
+        init_ranks("gloo", settings.timeout, _device())
+    size, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if dist.get_backend() == "nccl" or here != size or fastest_here(size) == "torch":
         return TorchGroup(None, settings, owned=opened_here)
     store = dist.distributed_c10d._get_default_store()
     return open_group(fastest_here(size), StoreRendezvous(store, dist.get_rank(), size, settings.timeout), settings)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from andon.control.generations.generations import Generations
 from andon.control.generations.quarantine import STRIKES, Quarantine
 from andon.control.link import Message
-from andon.control.members import Phase, Place, Worker, seats
+from andon.control.members import Phase, Place, Worker, addresses
 from andon.control.store import Topics
 from andon.control.token import Credentials
 from andon.engine.gradients.order import MOST_SLOTS
@@ -291,10 +291,10 @@ class Succession:
                 self._emit(event("worker", rank=rank, pid=worker.pid, host=worker.host))
         common = {"generation": generation, "world_size": size, "hosts": hosts, "server": server}
         common |= {"recorded": recorded, "later": int(not first)}
-        for seat, worker in zip(seats(members), members, strict=True):
-            issued = self.credentials.issue(seat.rank, size, generation).keys
+        for worker, address in zip(members, addresses(members), strict=True):
+            issued = self.credentials.issue(worker.rank, size, generation).keys
             keys = {str(peer): key.hex() for peer, key in issued.items()}
-            own = {"rank": seat.rank, "local_rank": seat.local_rank, "host": seat.address, "keys": keys}
+            own = {"rank": worker.rank, "host": address, "keys": keys}
             worker.begin = {**common, **own}
             worker.link.queue("begin", **worker.begin)
 

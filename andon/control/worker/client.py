@@ -42,7 +42,9 @@ class CoordinatorClient:
 
     def __init__(self, sock: socket.socket, token: str, wanted: int | None = None) -> None:
         self.link = ControlLink(sock, FROM_COORDINATOR)
-        self.rank, self.world_size, self.local_rank = -1, 0, 0
+        self.rank, self.world_size = -1, 0
+        self.local_rank = 0
+        """Its number among the workers of this machine, which selects its GPU."""
         self.host = self.link.local
         """Where the other workers reach this one."""
         self.hosts: list[str] = []
@@ -146,7 +148,7 @@ class CoordinatorClient:
             raise ProtocolError("the coordinator sent malformed keys, or a malformed address") from None
         self.keys = LinkKeys(message["generation"], issued).sealed(self._token)
         self.rank, self.world_size, self.recorded = message["rank"], message["world_size"], message["recorded"]
-        self.hosts, self.host, self.local_rank = message["hosts"], message["host"], message["local_rank"]
+        self.hosts, self.host = message["hosts"], message["host"]
         self.later, self._returns = bool(message["later"]), 0
         return True
 
@@ -301,8 +303,8 @@ class CoordinatorClient:
     def _rejoin(self, link: ControlLink) -> None:
         """Introduce this worker to the coordinator that is back, and send the messages that were kept."""
         generation = self.keys.generation if self.keys else -1
-        place = {"generation": generation, "member": self.rank, "folder": self.folder_mark()}
-        link.queue("again", **self.identity(), **place)
+        place = {"generation": generation, "member": self.rank, "local_rank": self.local_rank}
+        link.queue("again", **self.identity(), **place, folder=self.folder_mark())
         self._outbox.take_link(link)
         if self._parted:  # that message may have been lost with the link
             link.queue("part", **self._parted)

@@ -58,7 +58,7 @@ def join(
     except BaseException:
         client.close()
         raise
-    client.goes_on = bool(job.get("goes_on"))
+    client.goes_on, client.local_rank = bool(job.get("goes_on")), job["local_rank"]
     if patience:  # then it also waits for a coordinator that is restarted
         client.redial = dial
     return job, client
