@@ -5,7 +5,6 @@ kernel's keepalive and user timeout detect a host that is gone. An Andon server 
 """
 
 import math
-import select
 import socket
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -59,9 +58,10 @@ class Link:
         """Stop sending and wait until the server closes the connection, at most `seconds`. Bytes that arrive are
         discarded: closing a connection with unread bytes would reset it, and the last message would be lost."""
         until = time.monotonic() + seconds
-        with suppress(OSError):  # it may be closed already
+        with suppress(OSError):  # it may be closed already, or time is up
             self.socket.shutdown(socket.SHUT_WR)
-            while (left := until - time.monotonic()) > 0 and select.select([self.socket], [], [], left)[0]:
+            while (left := until - time.monotonic()) > 0:
+                self.socket.settimeout(left)
                 if not self.socket.recv(1 << 16):
                     break
 

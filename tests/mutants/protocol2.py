@@ -42,6 +42,14 @@ MUTANTS = [
         (f"{SERVER}test_a_whole_session_of_plain_workers",),
     ),
     Mutant(
+        "leaving-waits-by-select",
+        "A worker with many open files cannot leave.",
+        "protocol2/link.py",
+        "                self.socket.settimeout(left)\n",
+        "                __import__('select').select([self.socket], [], [], left)\n",
+        ("protocol2/test_gradient_client.py::test_a_worker_with_more_than_a_thousand_open_files_leaves_as_any_other",),
+    ),
+    Mutant(
         "loss-in-double",
         "The global loss is added in double precision.",
         "protocol2/mean.py",

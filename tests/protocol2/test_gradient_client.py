@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -108,6 +111,27 @@ def test_the_longest_message_of_version_2_is_sent_whole() -> None:
 
     with PlainServer(conversation) as server, join(server) as client:
         assert not client.average(0, np.ones(24_999_989, np.float32))[0].any()
+
+
+def test_a_worker_with_more_than_a_thousand_open_files_leaves_as_any_other() -> None:
+    """`select` cannot wait for a descriptor above 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        server, pool = stack.enter_context(GradientServer()), stack.enter_context(ThreadPoolExecutor(1))
+        while stack.enter_context(open(os.devnull)).fileno() < 1023:
+            pass
+
+        def work() -> None:
+            with WorkerClient(server.address, JoinRequest("ours", 0, "cpu")) as client:
+                assert client.average(0, np.ones(1, np.float32))[0] == 1
+
+        working = pool.submit(work)
+        server.wait_for_workers(1, SECONDS)
+        server.broadcast(server.collect(Dialogue()))
+        server.wait_until_left(SECONDS)
+        working.result(SECONDS)
 
 
 @pytest.mark.parametrize("tag", [WHOLE, soak(BLOCK), soak(COMPONENT)])
