@@ -20,7 +20,7 @@ CHUNK_FLOATS: Final = 1 << 16
 
 
 @dataclass(frozen=True)
-class Flaw:
+class NonFinite:
     """The non-finite elements of a vector: their number, the first of them, and whether they are NaN or Inf."""
 
     count: int
@@ -31,13 +31,15 @@ class Flaw:
 class NonFiniteGradient(GroupError):
     """A gradient is not finite: halt before it reaches a weight (F-DP-003). `rank` is the worker's id."""
 
-    def __init__(self, rank: int, step: int, where: str, flaw: Flaw, what: str = "sent a non-finite gradient") -> None:
+    def __init__(
+        self, rank: int, step: int, where: str, flaw: NonFinite, what: str = "sent a non-finite gradient"
+    ) -> None:
         amount = f"{flaw.kind}, {flaw.count:,} elements, first at {flaw.first:,}"
         super().__init__(f"halt: worker {rank} {what} at step {step} ({where}): {amount}")
         self.rank, self.step, self.where, self.flaw = rank, step, where, flaw
 
 
-def find_flaw(values: Floats) -> Flaw | None:
+def find_non_finite(values: Floats) -> NonFinite | None:
     """The non-finite elements of a vector, if there are any."""
     count, first, kinds = 0, 0, set[str]()
     for lo in range(0, len(values), CHUNK_FLOATS):
@@ -47,7 +49,7 @@ def find_flaw(values: Floats) -> Flaw | None:
             first = first if count else lo + int(bad.argmax())
             count += int(bad.sum())
             kinds |= {"NaN" if np.isnan(value) else "Inf" for value in chunk[bad][:1000]}
-    return Flaw(count, first, " and ".join(sorted(kinds, reverse=True))) if count else None
+    return NonFinite(count, first, " and ".join(sorted(kinds, reverse=True))) if count else None
 
 
 def mean_of(vectors: Mapping[int, Floats], step: int, where: str) -> Floats:
@@ -76,7 +78,7 @@ def global_loss(records: Mapping[int, tuple[float, int]], step: int) -> float:
             total += np.float32(loss) * np.uint64(count).astype(np.float32)
             samples += count
             if not np.isfinite(total):
-                raise NonFiniteGradient(worker, step, "loss", Flaw(1, 0, "Inf"), "makes the mean loss non-finite")
+                raise NonFiniteGradient(worker, step, "loss", NonFinite(1, 0, "Inf"), "makes the mean loss non-finite")
         return float(total / np.float32(samples)) if samples else 0.0
 
 
@@ -85,7 +87,7 @@ def _overflow(vectors: Mapping[int, Floats], step: int, where: str) -> NonFinite
     total = np.zeros(len(next(iter(vectors.values()))), np.float32)
     for worker in sorted(vectors):
         total += vectors[worker]
-        if flaw := find_flaw(total):
+        if flaw := find_non_finite(total):
             what = "makes the sum of finite gradients non-finite"
             return NonFiniteGradient(worker, step, where, flaw, what)
     raise AssertionError("the sum is finite")

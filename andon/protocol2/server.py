@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from andon.protocol2.connections import Connections, Network, WorkerGone
-from andon.protocol2.mean import Flaw, NonFiniteGradient, find_flaw, global_loss, mean_of
+from andon.protocol2.mean import NonFinite, NonFiniteGradient, find_non_finite, global_loss, mean_of
 from andon.protocol2.wire.dialogue import Dialogue, Part, answer
 from andon.protocol2.wire.extension import PIECE_FLOATS, Abilities, Halted
 from andon.protocol2.wire.messages import JoinAccepted, ShardAssignment, Shutdown
@@ -183,9 +183,9 @@ class GradientServer:
             self._dialogue.check(gradient.part)
             gradient.accepted = True
         if gradient.complete and not self._halt:
-            flaw, where = find_flaw(gradient.floats), gradient.part.name
+            flaw, where = find_non_finite(gradient.floats), gradient.part.name
             if not flaw and gradient.tail and not math.isfinite(gradient.tail[0]):
-                flaw, where = Flaw(1, 0, "NaN" if math.isnan(gradient.tail[0]) else "Inf"), "loss"
+                flaw, where = NonFinite(1, 0, "NaN" if math.isnan(gradient.tail[0]) else "Inf"), "loss"
             if flaw:
                 self._halt = NonFiniteGradient(worker.worker_id, gradient.part.step, where, flaw)
 
