@@ -95,6 +95,17 @@ def test_a_manifest_that_does_not_list_what_a_checkpoint_needs_is_damage(run: Pa
     assert f"checkpoint-6 is damaged\n{name}" in said(diff, last, checkpoint_path(run / "checkpoints", 4))
 
 
+@pytest.mark.parametrize("offset", [0, 1], ids=["start", "end"])
+def test_an_offset_that_is_not_a_whole_number_is_damage(run: Path, offset: int) -> None:
+    last = checkpoint_path(run / "checkpoints", 6)
+    files = json.loads((last / "manifest.json").read_text())["files"]
+    files["model.safetensors"]["tensors"]["model.norm.weight"][offset] += 0.0
+    rewrite_manifest(last, files)
+    output = said(verify, last)
+    assert "damaged: manifest.json: ValueError: 'model.norm.weight' cannot be at" in output, output
+    assert output.endswith("1"), output
+
+
 def test_a_header_that_is_no_safetensors_is_named_though_the_manifest_agrees(run: Path) -> None:
     first, last = (checkpoint_path(run / "checkpoints", step) for step in (2, 6))
     files = json.loads((first / "manifest.json").read_text())["files"]

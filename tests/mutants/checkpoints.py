@@ -100,6 +100,14 @@ MUTANTS = [
         ("checkpoint/test_checkpoint.py::test_a_manifest_that_points_elsewhere_is_refused",),
     ),
     Mutant(
+        "offsets-of-any-kind",
+        "The offset of a tensor may be another number than a whole one.",
+        "checkpoint/disk/manifest.py",
+        "if not (isinstance(lo, int) and isinstance(hi, int) and at <= lo <= hi <= size):",
+        "if not at <= lo <= hi <= size:",
+        ("checkpoint/test_checkpoint_commands.py::test_an_offset_that_is_not_a_whole_number_is_damage",),
+    ),
+    Mutant(
         "planted-files-accepted",
         "A tensor file that the manifest does not know is accepted.",
         "checkpoint/disk/manifest.py",

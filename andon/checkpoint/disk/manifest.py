@@ -120,7 +120,7 @@ def parse_record(name: str, fields: Mapping[str, Any]) -> Record:
     size, at = fields["size"], 0
     places: dict[str, tuple[int, int, str]] = {}
     for tensor, (lo, hi, digest) in fields.get("tensors", {}).items():
-        if not at <= lo <= hi <= size:
+        if not (isinstance(lo, int) and isinstance(hi, int) and at <= lo <= hi <= size):
             raise ValueError(f"{tensor!r} cannot be at {lo} to {hi} in {name}")
         places[tensor] = (lo, hi, str(digest))
         at = hi
