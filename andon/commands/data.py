@@ -9,7 +9,7 @@ from andon.config.load import load_run
 from andon.config.schema import Config
 from andon.errors import UserError
 from andon.run.prepare import prepare_tokens
-from andon.run.records.events import read
+from andon.run.records.events import read_events
 
 
 def show_corpus(config: Config, console: Console) -> None:
@@ -69,11 +69,7 @@ def show_windows(run: Path, config: Config, windows: list[int], console: Console
 
 def check_data(run: Path, digest: str) -> None:
     """Refuse a run that was trained on other data, according to its events."""
-    try:
-        digests = [event["data"] for event in read(run / "metrics.jsonl") if event["event"] == "start"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "A line of it is not an event"
-        raise UserError(f"{run / 'metrics.jsonl'} cannot be read", str(cause), "Name the folder of a run") from None
+    digests = [event.get("data") for event in read_events(run) if event["event"] == "start"]
     if digests and digests[-1] != digest:
         raise other_data(run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -20,6 +21,7 @@ from andon.engine.trainer import Trainer
 from andon.errors import UserError
 from andon.run.records.events import Event, Recorder, event, read
 from andon.run.records.folder import RunFolder, read_mark
+from andon.run.records.ledger import Ledger
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests.checkpoint.saving import STEPS, newest_good, quick_config, run_alone, run_to_end
@@ -197,6 +199,8 @@ def test_a_run_whose_folder_is_removed_goes_on_in_a_new_one(tmp_path: Path) -> N
     assert "was removed: later events are in a new file" in output
     assert summary(tmp_path / "run")["step"] == 30 and newest_good(tmp_path / "run")[1] == []
     assert names(list(read(tmp_path / "run" / "metrics.jsonl")), "step")[-1] == 30
+    recorded = [line["step"] for line in read(tmp_path / "run" / "ledger.jsonl") if "step" in line]
+    assert recorded == list(range(recorded[0], 31))
 
 
 def test_a_halt_on_a_full_disk_is_told_all_the_same(tmp_path: Path, small_disk: Path) -> None:
@@ -230,6 +234,39 @@ def test_events_wait_in_memory_while_the_disk_is_full(small_disk: Path) -> None:
     recorder.close()
     assert recorder.failure is None
     assert names(list(read(small_disk / "run" / "metrics.jsonl")), "step") == list(range(201))
+
+
+def test_what_a_full_disk_takes_from_the_ledger_is_a_failure(small_disk: Path) -> None:
+    ledger = Ledger(small_disk, 0)
+    ledger.begin(0, ["here"])
+    fill(small_disk)
+    for step in range(1, 201):
+        ledger.commit({"step": step, "generation": 0, "shares": [0, 1], "samples": [7]})
+    ledger.close()
+    assert ledger.failure and "No space left" in ledger.failure.cause
+    steps = [line["step"] for line in read(small_disk / "ledger.jsonl") if "step" in line]
+    assert steps == list(range(1, len(steps) + 1)) and 0 < len(steps) < 200
+
+
+def test_a_line_that_was_written_in_part_is_whole_in_a_new_file(small_disk: Path) -> None:
+    recorder = Recorder(small_disk / "run")
+    fill(small_disk)
+    recorder.emit(event("step", step=1, text="x" * 10_000))
+    path, until = small_disk / "run" / "metrics.jsonl", time.monotonic() + 10
+    while not path.stat().st_size:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    path.unlink()
+    (small_disk / "ballast").unlink()
+    recorder.close()
+    assert recorder.failure is None and names(list(read(path)), "step") == [1]
+
+
+def fill(disk: Path) -> None:
+    """Fill a disk, except for its last page."""
+    with pytest.raises(OSError, match="No space left"):
+        (disk / "ballast").write_bytes(bytes(1 << 20))
+    os.truncate(disk / "ballast", (disk / "ballast").stat().st_size - 4096)
 
 
 def test_whatever_happens_to_the_file_of_events_the_others_hear_them(tmp_path: Path) -> None:
@@ -266,6 +303,17 @@ def test_a_folder_that_was_removed_is_held_again_unless_another_run_has_it(tmp_p
     assert read_mark(mine.folder) not in ("", mark)
     mine.close()
     other.close()
+
+
+def test_a_file_system_without_locks_is_not_called_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(UserError, match="run cannot be used") as caught:
+        RunFolder(tmp_path / "run").take()
+    assert caught.value.cause == "The file system has no locks: Function not implemented"
+    assert "mount the file system with locks" in caught.value.remedy
 
 
 def test_a_run_whose_folder_another_has_taken_writes_nothing_there(tmp_path: Path, tokens: Path) -> None:

@@ -211,12 +211,12 @@ def test_a_run_folder_with_an_odd_name_and_behind_a_link(tmp_path: Path) -> None
     assert (odd / "logs" / "rank-1.log").exists()
 
 
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "checkpoints", "logs"])
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "ledger.jsonl", "checkpoints", "logs"])
 def test_a_link_inside_a_run_folder_is_not_followed(tmp_path: Path, name: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "precious").write_text("stays as it is")
-    is_file = name in (".lock", "metrics.jsonl")
+    is_file = name in (".lock", "metrics.jsonl", "ledger.jsonl")
     (tmp_path / "run" / name).symlink_to(tmp_path / ("precious" if is_file else "elsewhere"))
     output = refused(cwd=tmp_path)
     assert f"{tmp_path / 'run' / name} is a symbolic link" in output

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import subprocess
+import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,9 @@ from andon.control.members import Phase, Worker
 from andon.control.token import Credentials
 from andon.run.records.chain import Chain
 from andon.run.records.events import Event, read
+from andon.run.records.folder import RunFolder
 from andon.run.records.ledger import FILE, Ledger, check_record
-from tests.kit.runs import andon, train
+from tests.kit.runs import SMALL, andon, train
 
 
 def record(step: int, generation: int = 0) -> dict[str, Any]:
@@ -57,19 +62,66 @@ def test_a_ledger_goes_on_where_a_resumed_run_starts(tmp_path: Path) -> None:
     assert [line.get("step", line.get("back")) for line in lines] == [None, 1, 2, 3, 2, None, 3]
 
 
-def test_a_line_whose_sync_failed_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = [OSError(5, "Input/output error")]
+def test_a_line_whose_sync_failed_is_written_once_and_synced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, synced = [OSError(5, "Input/output error")], list[int]()
 
     def sync(descriptor: int) -> None:
         if failures:
             raise failures.pop()
+        synced.append(descriptor)
 
     monkeypatch.setattr(os, "fsync", sync)
     ledger = Ledger(tmp_path, 0)
     ledger.begin(0, ["here"])
     ledger.commit(record(1))
     ledger.close()
-    assert not failures and [line.get("step") for line in read(tmp_path / FILE)] == [None, 1]
+    assert len(synced) == 1 and [line.get("step") for line in read(tmp_path / FILE)] == [None, 1]
+
+
+def test_a_ledger_whose_folder_is_removed_goes_on_in_a_new_file_unless_another_run_has_the_folder(
+    tmp_path: Path,
+) -> None:
+    mine, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    with closing(mine), closing(other):
+        mine.take()
+        ledger = Ledger(mine.folder, 0)
+        ledger.begin(0, ["here"])
+        shutil.rmtree(mine.folder)
+        mine.hold()
+        ledger.commit(record(1))
+        ledger.close()
+        assert ledger.failure is None and [line.get("step") for line in read(mine.folder / FILE)] == [1]
+        again = Ledger(mine.folder, 1)
+        shutil.rmtree(mine.folder)
+        other.take()
+        again.commit(record(2))
+        again.close()
+        assert again.failure and "is not locked by this run any more" in again.failure.cause
+        assert not (other.folder / FILE).exists()
+
+
+def test_a_ledger_that_cannot_be_written_takes_little_memory_and_has_no_gap_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("andon.run.records.lines.MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr("andon.run.records.lines.RETRY_SECONDS", 0.01)
+    ledger, path = Ledger(tmp_path, 0), tmp_path / FILE
+    path.unlink()
+    path.mkdir()
+    for step in range(1, 101):
+        ledger.commit(record(step))
+    assert ledger.failure
+    path.rmdir()
+    until = time.monotonic() + 10
+    while not path.is_file() or not path.read_bytes():  # all that waited is written at once
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    ledger.commit(record(101))
+    ledger.close()
+    steps = [line["step"] for line in read(path)]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) < 30
 
 
 @pytest.mark.parametrize(
@@ -151,6 +203,35 @@ def test_an_audit_names_what_is_wrong(trained: Path, spoil: Callable[[list[dict[
     finally:
         path.write_text(before)
     assert code == 1 and said in output and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize(
+    "line", [b"\0" * 60, b'"text"', b'{"step": "4", "generation": 0}', b'{"generation": 0, "step"']
+)
+def test_a_damaged_ledger_is_named_with_the_command_that_lets_the_run_resume(
+    trained: Path, tmp_path: Path, line: bytes
+) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    path = tmp_path / "run" / FILE
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:3], line, *lines[4:]]))
+    command = ["train", *SMALL, "--run.dir=run", "--train.steps=8"]
+    code, output = andon(*command, cwd=tmp_path)
+    assert code == 1 and f"Line 4 of {path} is damaged" in output and "Traceback" not in output, output
+    assert len(output.splitlines()[-3:]) == 3 and f"sed -i 4d {path}" in output
+    subprocess.run(["sed", "-i", "4d", str(path)], check=True)
+    code, output = andon(*command, cwd=tmp_path)
+    assert code == 0, output
+    code, output = andon("audit", "run", cwd=tmp_path)
+    assert code == 1 and "step 4 follows step 2" in output, output
+
+
+def test_an_audit_names_a_damaged_line(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "run", tmp_path / "run")
+    with open(tmp_path / "run" / FILE, "ab") as file:
+        file.write(b"not json\n")
+    code, output = andon("audit", "run", cwd=tmp_path)
+    assert code == 1 and f"Line 8 of run/{FILE} is damaged" in output and len(output.splitlines()) == 3, output
 
 
 def test_a_run_from_a_checkpoint_of_another_one_is_sound(trained: Path) -> None:

@@ -78,12 +78,12 @@ MUTANTS = [
         equivalent="what is kept under a step that is recorded already is never looked for",
     ),
     Mutant(
-        "unsynced-line-twice",
-        "A line of the ledger is written again when only its sync failed.",
-        "run/records/ledger.py",
-        "            except OSError:  # if only the sync failed, the lines are written\n",
-        "            except OSError:\n                count = 0\n",
-        ("membership/test_ledger.py::test_a_line_whose_sync_failed_is_written_once",),
+        "failed-sync-forgotten",
+        "A line of the ledger whose sync failed counts as synced.",
+        "run/records/lines.py",
+        "            self._then[0]()\n            with self._changed:\n                del self._then[0]\n",
+        "            self._then.pop(0)()\n",
+        ("membership/test_ledger.py::test_a_line_whose_sync_failed_is_written_once_and_synced_again",),
     ),
     Mutant(
         "state-not-sent",

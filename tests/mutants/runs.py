@@ -57,17 +57,17 @@ MUTANTS = [
     Mutant(
         "half-a-line-kept",
         "A line that a kill cut short stays in metrics.jsonl.",
-        "run/records/events.py",
-        'os.truncate(path, data.rfind(b"\\n") + 1)',
-        "os.truncate(path, len(data))",
+        "run/records/lines.py",
+        "        file.truncate(end)\n",
+        "        file.truncate(size)\n",
         ("commands/test_events.py",),
     ),
     Mutant(
         "lost-events-are-no-failure",
         "Events that could not be written are not told of.",
-        "run/records/events.py",
-        "        if self._waiting and not self.failure:\n",
-        "        if self.failure:\n",
+        "run/records/lines.py",
+        "return (self._error or self._no_answer()) if self._waiting else None",
+        "return None",
         ("checkpoint/test_disk_trouble.py::test_whatever_happens_to_the_file_of_events_the_others_hear_them",),
     ),
     Mutant(

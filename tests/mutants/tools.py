@@ -1,10 +1,12 @@
-"""Faults in what shows a run: board, exports, commands about runs."""
+"""Faults in what records and shows a run: its files, board, exports, commands about runs."""
 
 from __future__ import annotations
 
 from tests.mutants import Mutant
 
 BOARD = "board/test_board.py::"
+LEDGER = "membership/test_ledger.py::"
+DISK = "checkpoint/test_disk_trouble.py::"
 
 MUTANTS = [
     Mutant(
@@ -83,8 +85,8 @@ MUTANTS = [
         "export-twice",
         "An export keeps steps that were done again.",
         "commands/runs/export.py",
-        "            del found[later]\n",
-        "            pass\n",
+        "        found.popitem()\n",
+        "        break\n",
         (
             "commands/test_export.py::test_csv_has_each_step_once",
             "commands/test_export.py::test_tensorboard_reads_each_step_once",
@@ -97,5 +99,64 @@ MUTANTS = [
         'elif not word.startswith("--fault="):',
         "else:",
         ("commands/test_run_commands.py::test_a_halt_fits_one_screen_and_the_command_to_try_has_no_fault",),
+    ),
+    Mutant(
+        "lines-into-a-removed-file",
+        "Lines go into a file that was removed.",
+        "run/records/lines.py",
+        "        if not self._is_there():\n",
+        "        if self._file.closed:\n",
+        (f"{LEDGER}test_a_ledger_whose_folder_is_removed_goes_on_in_a_new_file_unless_another_run_has_the_folder",),
+    ),
+    Mutant(
+        "another-runs-ledger",
+        "A ledger whose folder another run has taken is written there.",
+        "run/records/ledger.py",
+        "if read_mark(self._folder) != self._mark:",
+        "if not self._mark:",
+        (f"{LEDGER}test_a_ledger_whose_folder_is_removed_goes_on_in_a_new_file_unless_another_run_has_the_folder",),
+    ),
+    Mutant(
+        "half-a-line-in-a-new-file",
+        "A new file begins with the rest of a line.",
+        "run/records/lines.py",
+        "            self._file, self._begun = file, 0\n",
+        "            self._file = file\n",
+        (f"{DISK}test_a_line_that_was_written_in_part_is_whole_in_a_new_file",),
+    ),
+    Mutant(
+        "lines-without-limit",
+        "Lines that wait for the disk take any amount of memory.",
+        "run/records/lines.py",
+        "if len(self._lines) > MAX_WAITING_BYTES:",
+        "if len(self._lines) < 0:",
+        (f"{LEDGER}test_a_ledger_that_cannot_be_written_takes_little_memory_and_has_no_gap_later",),
+    ),
+    Mutant(
+        "ledger-with-a-gap",
+        "After lost lines the ledger goes on.",
+        "run/records/ledger.py",
+        "        if self.failure:\n            return\n",
+        "",
+        (f"{LEDGER}test_a_ledger_that_cannot_be_written_takes_little_memory_and_has_no_gap_later",),
+    ),
+    Mutant(
+        "damaged-lines-skipped",
+        "A line that is not JSON is skipped.",
+        "run/records/events.py",
+        "                found = None\n",
+        "                continue\n",
+        (
+            f"{LEDGER}test_a_damaged_ledger_is_named_with_the_command_that_lets_the_run_resume",
+            "commands/test_export.py::test_a_damaged_line_is_named",
+        ),
+    ),
+    Mutant(
+        "no-locks-is-in-use",
+        "A folder on a file system without locks counts as in use.",
+        "run/records/folder.py",
+        "except BlockingIOError:",
+        "except OSError:",
+        (f"{DISK}test_a_file_system_without_locks_is_not_called_in_use",),
     ),
 ]

@@ -5,7 +5,6 @@ that was done again after a resume, the last values count.
 """
 
 import csv
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,8 +15,9 @@ from typing import Any
 
 from rich.console import Console
 
+from andon.board.text import number
 from andon.errors import UserError
-from andon.run.records.events import Event, read
+from andon.run.records.events import Event, read_events
 
 TRAIN = {name: f"train/{name}" for name in ("loss", "accuracy", "grad_norm", "lr", "tokens_per_s")}
 EVAL = {name: f"val/{name}" for name in ("loss", "accuracy", "bits_per_byte", "valid_share")}
@@ -34,12 +34,8 @@ class Row:
 def rows(folder: Path) -> dict[int, Row]:
     """Read every step of a run, in order."""
     found: dict[int, Row] = {}
-    try:
-        for event in read(folder / "metrics.jsonl"):
-            _add(found, event)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "A line of it is not an event"
-        raise UserError(f"{folder / 'metrics.jsonl'} cannot be read", str(cause), "Name the folder of a run") from None
+    for event in read_events(folder):
+        _add(found, event)
     if not found:
         raise UserError(f"{folder} has no step yet", "The run has not begun", "Wait for its first step")
     tokens = 0.0
@@ -51,22 +47,20 @@ def rows(folder: Path) -> dict[int, Row]:
 
 def _add(found: dict[int, Row], event: Event) -> None:
     kind, step = event["event"], event.get("step")
-    if not isinstance(step, int):
+    if kind not in ("start", "step", "eval") or not isinstance(step, int):
         return
-    if kind == "start" or kind == "step":
-        for later in [each for each in reversed(found) if each > step - (kind == "step")]:
-            del found[later]
+    while found and next(reversed(found)) > step - (kind == "step"):
+        found.popitem()
     if kind == "step":
         times = {name: f"time/{name}" for name in event if name.endswith("_ms") and name != "rank_ms"}
-        found[step] = Row(event["time"], _numbers(event, TRAIN | times | {"tokens": "tokens"}))
+        found[step] = Row(number(event.get("time")), _numbers(event, TRAIN | times | {"tokens": "tokens"}))
     elif kind == "eval":
-        found.setdefault(step, Row(event["time"])).values.update(_numbers(event, EVAL))
+        found.setdefault(step, Row(number(event.get("time")))).values.update(_numbers(event, EVAL))
 
 
 def _numbers(event: Event, names: dict[str, str]) -> dict[str, float]:
     """The numbers of an event under their new names; null, which stands for a value that is not finite, becomes NaN."""
-    found = {new: event[old] for old, new in names.items() if old in event}
-    return {name: math.nan if value is None else float(value) for name, value in found.items()}
+    return {new: number(event[old]) for old, new in names.items() if old in event}
 
 
 def to_csv(folder: Path, output: Path | None) -> Path:

@@ -10,19 +10,20 @@ same way, with other fields in `start`, `step` and `done`.
 import json
 import math
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from andon.errors import UserError, shown
-from andon.files import no_follow, write_whole
+from andon.files import write_whole
+from andon.run.records.lines import LineWriter
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
-MAX_WAITING_BYTES = 64 << 20  # of events that wait for the disk
-RETRY_SECONDS = 1.0  # between attempts to write to a disk that fails
 CLOSE_SECONDS = 10.0  # that the end of a run waits for the disk
 TAIL_BYTES = 1 << 18  # of metrics.jsonl: enough for the last steps
 OWN_FILES = {"done": "summary.json", "halt": "halt.json"}
@@ -118,36 +119,25 @@ def no_event(event: Event) -> None:
 class Recorder:
     """Writes the events of a run into its folder and passes them to the listeners; one that fails is removed.
 
-    A background thread writes, so that training does not wait for a disk that hangs. While the disk is full or fails,
-    events wait in memory. `hold` is called when the folder was removed: it creates it again or raises `OSError`."""
+    While the disk is full or fails, events wait in memory. `hold` is called when the folder was removed: it creates it
+    again or raises `OSError`."""
 
     def __init__(self, folder: Path, *listeners: Emit, hold: Callable[[], None] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.listeners = folder, list(listeners)
         self.failure: UserError | None = None
         """Why events were lost, if any were; set by `close`."""
-        self._hold = hold or (lambda: folder.mkdir(parents=True, exist_ok=True))
-        self._path = folder / "metrics.jsonl"
-        cut_last_line(self._path)
-        self._file = open(self._path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (closed by close)
-        self._lines, self._files = bytearray(), dict[str, str]()
-        self._error: OSError | None = None
-        self._closing = False
-        self._changed = threading.Condition()
         self._notifying = threading.RLock()  # several threads emit events, and a listener may emit one, too
-        self._writer = threading.Thread(target=self._write, name="andon-events", daemon=True)
-        self._writer.start()
+        self._path = folder / "metrics.jsonl"
+        self._lines = LineWriter(self._path, hold or (lambda: folder.mkdir(parents=True, exist_ok=True)), self._report)
 
     def emit(self, event: Event) -> None:
         """Record one event; it raises `OSError` only when too many events wait for the disk."""
-        with self._changed:
-            if len(self._lines) > MAX_WAITING_BYTES:
-                raise self._error or OSError(f"{self.folder} does not answer")
-            self._lines += as_json(event).encode() + b"\n"
-            if name := OWN_FILES.get(event["event"]):
-                fields = {key: value for key, value in event.items() if key not in ("event", "time")}
-                self._files[name] = as_json(fields, indent=2) + "\n"
-            self._changed.notify_all()
+        then = None
+        if name := OWN_FILES.get(event["event"]):
+            fields = {key: value for key, value in event.items() if key not in ("event", "time")}
+            then = partial(write_whole, self.folder / name, as_json(fields, indent=2) + "\n")
+        self._lines.append(as_json(event), then)
         self._notify(event)
 
     def _notify(self, emitted: Event) -> None:
@@ -160,63 +150,22 @@ class Recorder:
                     reason = error.strerror or error
                     self.emit(event("note", text=f"Nothing is shown from here on: {reason}. Training continues"))
 
-    def _write(self) -> None:
-        """Write events until `close`; after an error, retry every `RETRY_SECONDS`."""
-        closing = False
-        while not closing:
-            with self._changed:
-                pause = RETRY_SECONDS if self._error else None
-                self._changed.wait_for(lambda: self._closing or (not self._error and self._waiting), pause)
-                closing = self._closing
-            try:
-                self._flush()
-                self._error = None
-            except OSError as error:
-                if not self._error:
-                    reason = error.strerror or str(error)
-                    self._notify(event("note", text=f"Events wait in memory: {reason} ({self.folder})"))
-                self._error = error
-
-    @property
-    def _waiting(self) -> bool:
-        return bool(self._lines or self._files)
-
-    def _flush(self) -> None:
-        if not self._is_there():
-            self._hold()
-            file = open(self._path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (closed by close)
-            self._file.close()
-            self._file = file
-            self._notify(event("note", text=f"{self._path} was removed: later events are in a new file"))
-        while lines := bytes(self._lines):
-            count = self._file.write(lines)
-            with self._changed:
-                del self._lines[:count]
-        for name, text in list(self._files.items()):
-            write_whole(self.folder / name, text)
-            with self._changed:
-                self._files = {key: value for key, value in self._files.items() if value is not text}
-
-    def _is_there(self) -> bool:
-        """Whether the open file still exists under its name: the folder may have been removed."""
-        return self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+    def _report(self, error: OSError | None) -> None:
+        text = f"{self._path} was removed: later events are in a new file"
+        if error:
+            text = f"Events wait in memory: {error.strerror or error} ({self.folder})"
+        self._notify(event("note", text=text))
 
     def close(self) -> None:
         """Write the waiting events, if the disk answers in time, and close the file."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._writer.join(CLOSE_SECONDS)
-        if self._waiting and not self.failure:
-            self.failure = cannot_write(self._error or OSError(f"{self.folder} does not answer"))
-        if not self._writer.is_alive():
-            self._file.close()
+        if error := self._lines.close(CLOSE_SECONDS):
+            self.failure = cannot_write(error)
 
 
-def cannot_write(error: OSError) -> UserError:
-    """The error when events were lost."""
+def cannot_write(error: OSError, lines: str = "events") -> UserError:
+    """The error when events, or lines of the ledger, were lost."""
     remedy = "Free some space or choose another --run.dir; the checkpoints are intact"
-    return UserError("The run's events cannot be written", str(error), remedy)
+    return UserError(f"The run's {lines} cannot be written", str(error), remedy)
 
 
 def as_json(fields: Any, indent: int | None = None) -> str:
@@ -230,14 +179,6 @@ def as_json(fields: Any, indent: int | None = None) -> str:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(plain(fields), indent=indent, allow_nan=False)
-
-
-def cut_last_line(path: Path) -> None:
-    """Remove an incomplete last line, left by a kill, so that the next event starts a new line."""
-    if path.exists():
-        data = path.read_bytes()
-        if not data.endswith(b"\n"):
-            os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def tail(path: Path) -> list[bytes]:
@@ -259,6 +200,34 @@ def last_step(folder: Path) -> int:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl or ledger.jsonl, without an incomplete last one."""
-    with open(path, encoding="utf-8") as file:
-        yield from (json.loads(line) for line in file if line.endswith("\n"))
+    """The objects in metrics.jsonl or ledger.jsonl, without an incomplete last line; `UserError` if one is damaged."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                found = None
+            if not isinstance(found, dict):
+                raise damaged_line(path, number)
+            yield found
+
+
+def damaged_line(path: Path, number: int) -> UserError:
+    """The error for a line that is not what its file consists of."""
+    cause = "The disk, or a program other than Andon, has changed it"
+    remedy = f"Restore the file from a copy, or remove the line: sed -i {number}d {shlex.quote(str(path))}"
+    return UserError(f"Line {number} of {path} is damaged", cause, remedy)
+
+
+def read_events(run: Path) -> Iterator[Event]:
+    """The events of a run; `UserError` if they cannot be read."""
+    path = run / "metrics.jsonl"
+    try:
+        for number, found in enumerate(read(path), 1):
+            if not isinstance(found.get("event"), str):
+                raise damaged_line(path, number)
+            yield found
+    except OSError as error:
+        raise UserError(f"{path} cannot be read", error.strerror or str(error), "Name the folder of a run") from None

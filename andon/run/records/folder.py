@@ -16,9 +16,13 @@ from andon.config.schema import RunSettings
 from andon.errors import UserError
 from andon.files import expand, no_follow, write_whole
 
-OWN_NAMES = (".lock", "metrics.jsonl", "checkpoints", "logs")
+OWN_NAMES = (".lock", "metrics.jsonl", "ledger.jsonl", "checkpoints", "logs")
 """Files and folders that a run writes to."""
 RETRY_SECONDS = 0.1  # between attempts to lock a folder
+
+
+class NoLocks(OSError):
+    """The file system of a folder has no locks."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class RunFolder:
         until = time.monotonic() + seconds
         while not self._try_to_hold():
             if time.monotonic() >= until:
-                cause = f"Process {read_mark(self.folder).partition(' ')[0]} is training there"
+                process = read_mark(self.folder).partition(" ")[0]
+                cause = f"Process {process} is training there" if process else "Another process is training there"
                 raise UserError(f"{self.folder} is in use", cause, "Wait for it, or choose another --run.dir")
             time.sleep(RETRY_SECONDS)
         put_back(self.folder / "checkpoints")
@@ -66,7 +71,10 @@ class RunFolder:
         except OSError as error:
             if error.errno == errno.EBUSY:
                 return False
-            raise UserError(f"{self.folder} cannot be used", str(error.strerror), "Choose another --run.dir") from None
+            remedy = "Choose another --run.dir"
+            if isinstance(error, NoLocks):
+                remedy += ", or mount the file system with locks (Lustre: -o flock)"
+            raise UserError(f"{self.folder} cannot be used", str(error.strerror), remedy) from None
         return True
 
     def hold(self) -> None:
@@ -78,9 +86,13 @@ class RunFolder:
             return
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             lock.close()
             raise OSError(errno.EBUSY, "another run has taken the folder", str(self.folder)) from None
+        except OSError as error:
+            lock.close()
+            cause = f"The file system has no locks: {error.strerror}"
+            raise NoLocks(error.errno, cause, str(self.folder)) from None
         lock.truncate(0)
         lock.write(self._mark)
         lock.flush()

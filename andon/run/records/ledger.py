@@ -6,22 +6,20 @@ Only the coordinator writes it, and lines are only appended. A line is one of
                                                               slots [shares[r], shares[r + 1]), from these samples (a
                                                               checksum of their numbers for each slot)
   {"back": 10, "generation": 4}                               all ranks go on from the checkpoint of this step
-A background thread writes, so that nothing waits for a disk that hangs; while the disk fails, lines wait in memory.
 """
 
 import json
-import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from andon.files import no_follow
+from andon.errors import UserError
 from andon.run.records.chain import Chain
-from andon.run.records.events import cut_last_line, read
+from andon.run.records.events import cannot_write, damaged_line, read
+from andon.run.records.folder import read_mark
+from andon.run.records.lines import LineWriter
 
 FILE = "ledger.jsonl"
-RETRY_SECONDS = 1.0  # between attempts to write to a disk that fails
 BEGIN_SECONDS = 1.0  # that a generation waits for the disk
 CLOSE_SECONDS = 5.0  # that the end of a run waits for the disk
 
@@ -41,20 +39,28 @@ class Ledger:
 
     def __init__(self, folder: Path, step: int) -> None:
         """`step`: of the checkpoint from which the run starts or resumes, unless its workers are still training."""
-        path = folder / FILE
-        cut_last_line(path)
         self.generation, self.hosts, self._step = -1, list[str](), step
+        self.failure: UserError | None = None
+        """Why lines were lost, if any were; complete after `close`."""
+        self.chain = Chain(self._read(folder / FILE))
+        self._folder, self._mark = folder, read_mark(folder)
+        self._lines = LineWriter(folder / FILE, self._hold)
+
+    def _read(self, path: Path) -> int:
+        """Read the last generation from a ledger; returns the step at which it ends."""
         last = 0
-        for known in read(path) if path.exists() else ():
-            self.generation = known["generation"]
+        for number, known in enumerate(read(path) if path.exists() else (), 1):
+            self.generation, last = known.get("generation", ""), known.get("step", known.get("back", last))
             self.hosts = known.get("hosts", self.hosts)
-            last = known.get("step", known.get("back", last))
-        self.chain = Chain(last)
-        self._file = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (closed by close)
-        self._lines, self._closing, self._failed = bytearray(), False, False
-        self._changed = threading.Condition()
-        self._writer = threading.Thread(target=self._flush, name="andon-ledger", daemon=True)
-        self._writer.start()
+            if not (isinstance(self.generation, int) and isinstance(last, int) and isinstance(self.hosts, list)):
+                raise damaged_line(path, number)
+        return last
+
+    def _hold(self) -> None:
+        """The folder was removed: refuse to write until the run has locked it again, if it had locked it."""
+        if read_mark(self._folder) != self._mark:
+            raise OSError(f"{self._folder} is not locked by this run any more")
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
         """The run starts or resumes from its checkpoint: no worker of it was still training."""
@@ -65,9 +71,8 @@ class Ledger:
     def begin(self, generation: int, hosts: list[str]) -> None:
         """Record a generation that is about to begin; waits until it is on disk, but not for long."""
         self.generation, self.hosts = generation, hosts
-        self._write({"generation": generation, "hosts": hosts})
-        with self._changed:
-            self._changed.wait_for(lambda: not self._lines, BEGIN_SECONDS)
+        self._write({"generation": generation, "hosts": hosts}, sync=True)
+        self._lines.wait(BEGIN_SECONDS)
 
     def commit(self, record: dict[str, Any]) -> None:
         """A rank reports a committed step; several may report the same."""
@@ -81,35 +86,18 @@ class Ledger:
 
     def close(self) -> None:
         """Write the waiting lines, if the disk answers in time, and close the file."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._writer.join(CLOSE_SECONDS)
-        if not self._writer.is_alive():
-            self._file.close()
+        error = self._lines.close(CLOSE_SECONDS)
+        if error and not self.failure:
+            self.failure = cannot_write(error, "ledger")
 
-    def _write(self, record: dict[str, Any]) -> None:
-        with self._changed:
-            self._lines += json.dumps(record).encode() + b"\n"
-            self._changed.notify_all()
-
-    def _flush(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or (self._lines and not self._failed), RETRY_SECONDS)
-                lines, closing = bytes(self._lines), self._closing
-            count, self._failed = 0, False
-            try:
-                count = self._file.write(lines) if lines else 0
-                if b'"hosts"' in lines:
-                    os.fsync(self._file.fileno())
-            except OSError:  # if only the sync failed, the lines are written
-                self._failed = True
-            with self._changed:
-                del self._lines[:count]
-                self._changed.notify_all()
-                if closing and (self._failed or not self._lines):
-                    return
+    def _write(self, record: dict[str, Any], sync: bool = False) -> None:
+        """Append a line; after one was lost, none follows, because the ledger would have a gap."""
+        if self.failure:
+            return
+        try:
+            self._lines.append(json.dumps(record), self._lines.sync if sync else None)
+        except OSError as error:
+            self.failure = cannot_write(error, "ledger")
 
 
 def check_record(record: object, slots: int) -> dict[str, Any]:
