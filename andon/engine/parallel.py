@@ -38,6 +38,8 @@ class DataParallel(nn.Module):
         self, module: nn.Module, group: Group, slots: int, seed: int = 0, overlap_gather: bool = False
     ) -> None:
         super().__init__()
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError("no parameter of the module requires gradients: there is nothing to train")
         if group.exchanging:
             raise ValueError("another model exchanges over this group: close it first, or put both into one module")
         self.module, self.seed = module, seed
@@ -124,6 +126,12 @@ class DataParallel(nn.Module):
     def seed_slot(self, slot: int) -> None:
         """Set the random generators for a slot of the current step."""
         seed_generators(self.seed, self.progress.step + 1, slot)
+
+    def begin_again(self, slot: int) -> None:
+        """Begin a slot of the step that was just reduced once more, to inspect it; the next step does not begin."""
+        self.buffers_of_step.restore()
+        self._slot = self.gradients.next_slot
+        self.seed_slot(slot)
 
     def end_step(self, loss: float, tokens: int, updated: bool) -> None:
         """Count the step as committed, with an update or without."""

@@ -124,7 +124,7 @@ class Trainer:
             return True
         if self.progress.skips_in_a_row < self.settings.skips_allowed:
             return False
-        raise JidokaHalt(step, totals.complaint, share_findings(self.model.group, self.findings(step, totals)))
+        raise JidokaHalt(step, totals.complaint, *share_findings(self.model.group, self.findings(step, totals)))
 
     def findings(self, step: int, totals: Totals) -> list[Finding]:
         """Compute this rank's slots again, one by one, and inspect every gradient."""
@@ -132,7 +132,7 @@ class Trainer:
         units = {unit for culprit, unit in totals.bad_units if culprit == rank}
         found = []
         for slot in self.model.membership.slots:
-            self.model.seed_slot(slot)
+            self.model.begin_again(slot)
             x, y, _ = self.batch(step, slot)
             loss = self.loss(x, y)
             flaws = [find_flaw("loss", loss.detach()), *self.model.gradients.inspect(loss, slot, find_flaw)]
@@ -141,6 +141,7 @@ class Trainer:
                 unit = layout.unit_of(flaw.parameter) if flaw.parameter != "loss" else "loss"
                 units.discard(unit)
                 found.append(self._finding(step, slot, unit, flaw, rows))
+        self.model.buffers_of_step.restore()
         not_seen_again = Flaw("", 0, 0, "a value that is not finite")
         return found + [self._finding(step, None, unit, not_seen_again) for unit in sorted(units)]
 

@@ -6,14 +6,19 @@ samples, and inspects every gradient. The findings of all ranks are gathered bef
 rank raises the same halt.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from andon.transport.base import Group
+
+MOST_BYTES: Final = 1 << 19
+"""Of all findings of a halt, as JSON; a control link takes messages twice as long."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,12 @@ class Finding(Flaw):
 class JidokaHalt(Exception):
     """The line stopped: the step, the cause and the findings. The weights are those of the step before."""
 
-    def __init__(self, step: int, cause: str, findings: Sequence[Finding] = (), sound: bool = True) -> None:
-        super().__init__(f"halted at step {step}: {cause}" + "".join(f"\n  {finding}" for finding in findings))
-        self.step, self.cause, self.findings = step, cause, tuple(findings)
+    def __init__(
+        self, step: int, cause: str, findings: Sequence[Finding] = (), left_out: int = 0, sound: bool = True
+    ) -> None:
+        more = f"\n  and {left_out:,} more" if left_out else ""
+        super().__init__(f"halted at step {step}: {cause}" + "".join(f"\n  {each}" for each in findings) + more)
+        self.step, self.cause, self.findings, self.left_out = step, cause, tuple(findings), left_out
         self.sound = sound
         """Whether this rank's weights can be trusted (they cannot after a fingerprint mismatch)."""
 
@@ -61,6 +69,7 @@ class JidokaHalt(Exception):
             "committed": self.step - 1,
             "cause": self.cause,
             "findings": [asdict(finding) for finding in self.findings],
+            "left_out": self.left_out,
             "sound": self.sound,
         }
 
@@ -75,7 +84,12 @@ def find_flaw(name: str, values: Tensor) -> Flaw | None:
     return Flaw(name, count, int(bad.to(torch.uint8).argmax()), " and ".join(kinds))
 
 
-def share_findings(group: Group, mine: Sequence[Finding]) -> list[Finding]:
-    """The findings of all ranks, in the order of ranks and slots."""
-    everyone = group.all_gather_json([asdict(finding) for finding in mine])
-    return [Finding(**fields) for findings in everyone for fields in findings]
+def share_findings(group: Group, mine: Sequence[Finding]) -> tuple[list[Finding], int]:
+    """The findings of all ranks, in the order of ranks and slots, and how many are left out.
+
+    When a run diverges, every parameter has one in every slot, more than the report of a halt could hold."""
+    fields = [asdict(finding) for finding in mine]
+    ends = accumulate(len(json.dumps(each)) for each in fields)
+    kept = fields[: max(1, sum(end <= MOST_BYTES // group.world_size for end in ends))]
+    everyone = group.all_gather_json([kept, len(fields) - len(kept)])
+    return [Finding(**each) for findings, _ in everyone for each in findings], sum(more for _, more in everyone)

@@ -15,8 +15,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 
 import andon
 from andon.engine.gradients.arena import Arena
+from andon.engine.recovery.transfer import share_buffers
 from andon.optim.base import Range, UpdateRule
 from andon.run.records.typed_json import from_json, to_json
+from andon.transport import base
 from andon.transport.base import Group
 from andon.transport.local import LocalGroup
 from tests.kit.group_harness import World
@@ -474,3 +476,61 @@ def test_a_model_needs_an_optimizer_and_a_group_of_its_own_and_its_optimizer_is_
     model.close()
     andon.DataParallel(nn.Linear(3, 1), group, slots=1).close()
     assert not group.before_close
+    with pytest.raises(ValueError, match="there is nothing to train"):
+        andon.DataParallel(nn.Linear(3, 1).requires_grad_(False), group, slots=1)
+
+
+class Averages(nn.Linear):
+    """Forward changes a buffer."""
+
+    average: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("average", torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average += x.mean()
+        return super().forward(x)
+
+
+def train_with_a_buffer(group: Group, most: int) -> str:
+    """Train with a buffer that is longer than a message between ranks may be."""
+    vars(base).update(MAX_MESSAGE_BYTES=most)
+    torch.manual_seed(3)
+    model = andon.DataParallel(Averages(most), group, SLOTS)
+    optimizer = andon.AdamW(model)
+    for _ in range(2):
+        for slot in model.slots:
+            model.backward(model(torch.full((2, 4), float(slot))).mean(), count=2)
+        optimizer.step()
+    model.close()
+    return andon.digest(model)
+
+
+def test_a_buffer_that_forward_changes_may_be_longer_than_a_message() -> None:
+    found = []
+    for transport, size in (("local", 1), ("shm", 2), ("torch", 3)):
+        with World(transport, size) as world:
+            found += world.run(train_with_a_buffer, 20_000)
+    assert len(set(found)) == 1
+
+
+def share(group: Group, most: int) -> list[bool]:
+    """Buffers of every kind come from rank 1."""
+    vars(base).update(MAX_MESSAGE_BYTES=most)
+    torch.manual_seed(group.rank)
+    long = torch.randn(most)
+    empty, wide = torch.zeros(0), torch.complex64
+    buffers = [long, long > 0, torch.randn(3, 2).t(), torch.tensor(group.rank), empty, long.to(wide)]
+    share_buffers(group, buffers, source=1)
+    torch.manual_seed(1)
+    wanted = torch.randn(most)
+    others = [wanted > 0, torch.randn(3, 2).t(), torch.tensor(1), empty, wanted.to(wide)]
+    return [torch.equal(one, other) for one, other in zip(buffers, [wanted, *others], strict=True)]
+
+
+def test_buffers_of_every_kind_and_length_are_sent_to_workers_that_lack_them() -> None:
+    for transport in ("shm", "torch"):
+        with World(transport, 2) as world:
+            assert world.run(share, 20_000) == [[True] * 6] * 2

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from andon.engine.gradients.order import make_order
+from andon.engine.optimizer import AdamW
+from andon.engine.parallel import DataParallel
+from andon.engine.trainer import StepSettings, Trainer
 from andon.errors import UserError
 from andon.integrity.faults import parse
 from andon.integrity.halt import JidokaHalt
 from andon.transport.base import Group
+from andon.transport.local import LocalGroup
 from andon.transport.registry import TRANSPORTS
 from tests.kit.group_harness import World, worlds
+from tests.kit.runs import SMALL, andon
 from tests.kit.training import digest, make_trainer, small_config, small_tokens
 
 SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
@@ -213,6 +221,57 @@ def test_too_many_dropped_steps_in_a_row_halt_after_all(tokens: Path) -> None:
     with World("torch", 2) as world:
         outcomes = world.outcomes(skipping, tokens, faults)
     assert all(outcome.error == "JidokaHalt" and "halted at step 4" in outcome.message for outcome in outcomes)
+
+
+class Buffered(nn.Module):
+    """Its loss is not finite from the second step on, and forward changes a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.weight * x.float()).sum() * (1.0 if self.calls == 1 else torch.nan)
+
+
+class Ones:
+    """Batches that do not matter."""
+
+    def __call__(self, step: int, slot: int) -> tuple[Any, Any]:
+        return np.ones((2, 4), np.int64), np.ones((2, 4), np.int64)
+
+    def windows(self, step: int, slot: int) -> list[int]:
+        return [0, 1]
+
+    def name(self, window: int) -> int:
+        return window
+
+
+def test_a_halt_stays_a_halt_if_a_stop_is_asked_for_in_the_same_step_and_leaves_the_buffers_alone() -> None:
+    group = LocalGroup()
+    trainer = Trainer(
+        AdamW(DataParallel(module := Buffered(), group, slots=2)), Ones(), StepSettings(lambda step: 0.1, 9)
+    )
+    trainer.train_step()
+    group.stop_wanted = lambda: True
+    with pytest.raises(JidokaHalt) as halt:
+        trainer.train_step()
+    assert [finding.slot for finding in halt.value.findings] == [0, 0, 1, 1]
+    assert module.calls == 1 and trainer.progress.step == 1
+    trainer.close()
+
+
+def test_a_run_that_diverges_halts_with_the_first_of_its_findings(tmp_path: Path) -> None:
+    many = ("--model.layers=24", "--train.slots=32", "--train.micro_batch=1", "--optim.lr=1e30", "--optim.warmup=0")
+    code, output = andon("train", *SMALL, *many, "--workers=2", "--run.dir=run", cwd=tmp_path)
+    assert code == 3 and "THE LINE STOPPED at step 2" in output and "The first findings" in output, output
+    halt = json.loads((tmp_path / "run" / "halt.json").read_text())
+    assert {finding["rank"] for finding in halt["findings"]} == {0, 1}
+    assert halt["left_out"] > 1000 and halt["sound"]
 
 
 @pytest.mark.parametrize(

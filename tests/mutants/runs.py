@@ -309,7 +309,7 @@ MUTANTS = [
         "first-to-end-is-named",
         "A worker that ended because another one failed is named instead of it.",
         "cluster/processes.py",
-        "self._followed = code == EXIT_PEER_LOST",
+        "self._followed = follows",
         "self._followed = False",
         ("cluster/test_script.py::test_an_error_of_the_script_exits_with_1_and_names_the_rank_and_its_log",),
     ),

@@ -8,6 +8,7 @@ NUMBERS = "one_answer/test_values.py::test_loss_norm_rate_and_tokens_of_every_st
 WEIGHTS = "one_answer/test_values.py::test_the_weights_after_every_step_are_those_of_plain_pytorch"
 SKIPPED = "one_answer/test_values.py::test_a_step_that_is_skipped_changes_nothing_and_does_not_count_as_an_update"
 RESUMED = "one_answer/test_values.py::test_a_resumed_run_goes_on_with_its_numbers"
+CORD = "engine/test_cord.py"
 
 MUTANTS = [
     # engine/gradients/accumulate, parallel, trainer
@@ -18,6 +19,30 @@ MUTANTS = [
         "loss = sum(loss for _, loss, _ in losses) / max(1, tokens)",
         "loss = sum(loss for _, loss, _ in losses) / len(losses)",
         (NUMBERS,),
+    ),
+    Mutant(
+        "findings-without-end",
+        "A halt reports every finding, however many.",
+        "integrity/halt.py",
+        "MOST_BYTES // group.world_size",
+        "MOST_BYTES * group.world_size",
+        (f"{CORD}::test_a_run_that_diverges_halts_with_the_first_of_its_findings",),
+    ),
+    Mutant(
+        "inspection-begins-a-step",
+        "Inspecting the slots of a step that is not sound begins the next one, which exits if a stop was asked for.",
+        "engine/parallel.py",
+        "        self._slot = self.gradients.next_slot\n",
+        "",
+        (f"{CORD}::test_a_halt_stays_a_halt_if_a_stop_is_asked_for_in_the_same_step_and_leaves_the_buffers_alone",),
+    ),
+    Mutant(
+        "inspection-changes-buffers",
+        "Inspecting the slots of a step that is not sound leaves what forward has made of the buffers.",
+        "engine/trainer.py",
+        "        self.model.buffers_of_step.restore()\n",
+        "",
+        (f"{CORD}::test_a_halt_stays_a_halt_if_a_stop_is_asked_for_in_the_same_step_and_leaves_the_buffers_alone",),
     ),
     Mutant(
         "loss-of-my-slots",
@@ -311,16 +336,16 @@ MUTANTS = [
         "buffers-not-restored",
         "A slot begins with the buffers that the slot before has left.",
         "engine/parallel.py",
-        "        self.buffers_of_step.restore()\n",
-        "",
+        "count)\n        self.buffers_of_step.restore()\n",
+        "count)\n",
         ("engine/test_any_module.py::test_buffers_are_the_mean_over_slots_and_counts_stay_counts",),
     ),
     Mutant(
         "buffers-of-one-rank",
         "Each rank keeps the mean over its own slots.",
         "engine/gradients/slots.py",
-        "self.membership.group.all_gather_bytes(mine)",
-        "[mine] * self.membership.world_size",
+        "        self.membership.group.all_gather(self._gathered, [size * bound for bound in order.bounds])\n",
+        "",
         (
             "engine/test_any_module.py::test_batch_norm_and_dropout_give_one_digest_for_any_number_of_ranks_and_any_transport",
         ),

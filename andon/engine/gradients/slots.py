@@ -66,7 +66,9 @@ class Buffers:
         self._changed: set[str] = set()
         self._changed_on_gpu: list[tuple[list[str], Reading]] = []
         """For each slot: the names of the buffers on a GPU, and whether each has changed."""
-        self._all_compared, self._gathered = False, b""
+        self._gathered = torch.empty(0, dtype=torch.uint8)
+        """The values that the slots of all ranks have left in the buffers that change."""
+        self._all_compared = False
         self._modules = list(module.named_modules())  # finding them takes as long as a small step's exchange
         for _, buffer, _ in self._registered():
             if any(size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)):
@@ -125,9 +127,14 @@ class Buffers:
         """Gather the values that all slots left in changed buffers, before the verdict."""
         if not self.changing:
             return
-        slots = [self._after.get(slot, {}) for slot in self.membership.slots]
-        mine = b"".join(as_bytes(after.get(name, self._before[name])) for after in slots for name in self.changing)
-        self._gathered = b"".join(self.membership.group.all_gather_bytes(mine))
+        order, size = self.membership.order, sum(self._before[name].nbytes for name in self.changing)
+        by_slot = torch.empty(order.slots, size, dtype=torch.uint8)
+        for slot in self.membership.slots:
+            after = self._after.get(slot, {})
+            values = b"".join(as_bytes(after.get(name, self._before[name])) for name in self.changing)
+            by_slot[slot] = torch.frombuffer(bytearray(values), dtype=torch.uint8)
+        self._gathered = by_slot.view(-1)
+        self.membership.group.all_gather(self._gathered, [size * bound for bound in order.bounds])
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -135,7 +142,7 @@ class Buffers:
         if not self.changing:
             return
         found = {name: buffer for name, buffer, _ in self._registered()}
-        pieces = self._cut(torch.frombuffer(bytearray(self._gathered), dtype=torch.uint8))
+        pieces = self._cut(self._gathered)
         for name in self.changing:
             found[name].copy_(_mean(self._before[name], [slot[name] for slot in pieces]))
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from andon.engine.parallel import DataParallel
 from andon.engine.recovery.commit import Recovery
-from andon.integrity.fingerprint import as_bytes
 from andon.optim.base import UpdateRule
 from andon.transport.base import Group
 
@@ -56,9 +55,9 @@ def share_common_buffers(model: DataParallel, recovery: Recovery) -> None:
 def share_buffers(group: Group, buffers: Iterable[Tensor], source: int) -> None:
     """Give all ranks the values that buffers of any type have on one rank."""
     for buffer in buffers:
-        data = group.all_gather_bytes(bytes(as_bytes(buffer)) if group.rank == source else b"")[source]
-        if data:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(buffer.dtype).view(buffer.shape))
+        flat = buffer.detach().resolve_conj().contiguous().view(-1)
+        group.broadcast(flat.view(torch.uint8), source)
+        buffer.copy_(flat.view(buffer.shape))
 
 
 def take(rule: UpdateRule, flat: Tensor, lo: int, hi: int) -> Tensor:

@@ -34,7 +34,8 @@ def show_halt(console: Console, config: RunSettings, event: Event) -> None:
         state = f"Weights stay at step {event['committed']}. Nothing of step {event['step']} touched them."
     else:
         state = "Ranks hold different bits, so nothing was saved. The last checkpoint is from before they differed."
-    lines += ["", f"{state} All findings: {escape(str(config.run.dir / 'halt.json'))}", ""]
+    which = "The first" if event.get("left_out") else "All"
+    lines += ["", f"{state} {which} findings: {escape(str(config.run.dir / 'halt.json'))}", ""]
     todo = []
     if samples:
         option = "--samples" if isinstance(samples[0], str) else "--windows"
