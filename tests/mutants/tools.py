@@ -159,4 +159,12 @@ MUTANTS = [
         "except OSError:",
         (f"{DISK}test_a_file_system_without_locks_is_not_called_in_use",),
     ),
+    Mutant(
+        "names-of-a-tuple-lost",
+        "A named tuple is saved as if its names would come back.",
+        "run/records/typed_json.py",
+        "if kind in (list, tuple):",
+        "if isinstance(value, list | tuple):",
+        ("checkpoint/test_saved_state.py",),
+    ),
 ]

@@ -1,21 +1,23 @@
 """Python values as JSON that keeps their types: the options of an optimizer, the state of a scheduler."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import Any
+
+MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 
 
 def to_json(value: Any) -> Any:
     """A value as JSON; a type that JSON does not have is an object that names it."""
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case Counter():
-            return {"counter": [[to_json(key), count] for key, count in value.items()]}
-        case dict():
-            return {"dict": [[to_json(key), to_json(each)] for key, each in value.items()]}
-        case list() | tuple():
-            return {type(value).__name__: [to_json(each) for each in value]}
-    raise TypeError(f"a {type(value).__name__} cannot be saved: only numbers, texts, lists and dictionaries can")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kind = type(value)  # subclasses are refused, because a named tuple would come back without its names
+    if kind in (list, tuple):
+        return {kind.__name__: [to_json(each) for each in value]}
+    for name, mapping in MAPPINGS.items():
+        if kind is mapping:
+            return {name: [[to_json(key), to_json(each)] for key, each in value.items()]}
+    known = "numbers, texts, lists, tuples and dictionaries"
+    raise TypeError(f"a {kind.__name__} cannot be saved, because its type would be lost: only {known} can")
 
 
 def from_json(value: Any) -> Any:
@@ -23,7 +25,6 @@ def from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     (kind, items), *_ = value.items()
-    if kind in ("dict", "counter"):
-        found = {from_json(key): from_json(each) for key, each in items}
-        return Counter(found) if kind == "counter" else found
-    return (tuple if kind == "tuple" else list)(from_json(each) for each in items)
+    if kind in MAPPINGS:
+        return MAPPINGS[kind]({from_json(key): from_json(each) for key, each in items})
+    return (list if kind == "list" else tuple)(from_json(each) for each in items)
