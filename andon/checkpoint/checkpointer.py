@@ -105,6 +105,10 @@ class Checkpointer:
         self._saver.saved = self.progress.step if self.model.group.all_gather_json(own)[0] else -1
         return state
 
+    def go_back_to_first(self) -> None:
+        """All ranks go back to the first weights, without a checkpoint: every step is saved anew."""
+        self.asked = self._saver.saved = -1
+
     @property
     def failure(self) -> UserError | None:
         """Why the last save failed, if it did."""

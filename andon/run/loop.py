@@ -167,6 +167,8 @@ class Loop(ABC):
             trainer.optimizer.rule.weights_changed(set(trainer.model.arena.parameters))
             trainer.progress.restore(Progress().fields())
             trainer.optimizer.go_on_from(0)
+            if trainer.checkpointer:
+                trainer.checkpointer.go_back_to_first()
         if self._ledger:
             kept = [record for step, record in recovery.records.items() if step <= trainer.progress.step]
             self._ledger.report(kept)  # the steps in the checkpoint stay committed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -135,6 +136,17 @@ def test_without_replicas_all_go_back_to_the_newest_checkpoint(tmp_path: Path) -
     assert "from the checkpoint of step" in output, output
     assert_undisturbed(tmp_path, step)
     assert "went back to a checkpoint once" in andon("audit", "run", cwd=tmp_path)[1]
+
+
+def test_steps_that_are_done_again_without_a_checkpoint_are_saved_again(tmp_path: Path) -> None:
+    options = ("--workers=2", "--train.steps=100000", "--checkpoint.every=60", *EVEN)
+    folder, process = tmp_path / "run", run_of(tmp_path, *options)
+    wait_for(process, lambda: events(folder, "checkpoint"))
+    shutil.rmtree(folder / "checkpoints")
+    members_of(process, folder)[0].kill()
+    wait_for(process, lambda: len(events(folder, "checkpoint")) > 1)
+    stop(process, folder)
+    assert [event["step"] for event in events(folder, "checkpoint")][:2] == [60, 60]
 
 
 def test_a_worker_that_was_alone_is_started_again_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -9,6 +9,14 @@ ORDER = "checkpoint/test_saved_files.py::test_files_are_on_disk_before_the_manif
 
 MUTANTS = [
     Mutant(
+        "steps-done-again-count-as-saved",
+        "A run that begins again from its first weights does not save the steps that it had saved.",
+        "checkpoint/checkpointer.py",
+        "        self.asked = self._saver.saved = -1\n",
+        "        self.asked = -1\n",
+        ("membership/test_goes_on.py::test_steps_that_are_done_again_without_a_checkpoint_are_saved_again",),
+    ),
+    Mutant(
         "no-fsync",
         "Files are not synced before the rename.",
         "checkpoint/disk/format.py",
@@ -20,7 +28,7 @@ MUTANTS = [
         "no-fsync-of-the-manifest",
         "The manifest is not synced before the rename.",
         "checkpoint/disk/store.py",
-        "        sync(temporary / manifest.NAME)\n",
+        "    sync(temporary / manifest.NAME)\n",
         "",
         (ORDER,),
     ),
@@ -28,7 +36,7 @@ MUTANTS = [
         "no-fsync-of-the-folder",
         "The folder is not synced before the rename.",
         "checkpoint/disk/store.py",
-        "        sync(temporary)\n",
+        "    sync(temporary)\n",
         "",
         (ORDER,),
     ),
@@ -36,18 +44,17 @@ MUTANTS = [
         "no-fsync-of-the-name",
         "The rename is not synced.",
         "checkpoint/disk/store.py",
-        "        sync(self.folder)\n        return final\n",
-        "        return final\n",
+        "    sync(final.parent)\n",
+        "",
         (ORDER,),
     ),
     Mutant(
         "rename-before-manifest",
         "A checkpoint gets its name before its manifest.",
         "checkpoint/disk/store.py",
-        '        temporary.rename(final)\n        at("renamed")\n        sync(self.folder)\n        return final\n',
-        '        at("renamed")\n        sync(self.folder)\n        saved = temporary / manifest.NAME\n'
-        "        data = saved.read_bytes()\n        saved.unlink()\n        temporary.rename(final)\n"
-        "        (final / manifest.NAME).write_bytes(data)\n        return final\n",
+        "    temporary.rename(final)\n",
+        "    (temporary / manifest.NAME).unlink()\n    temporary.rename(final)\n"
+        "    (final / manifest.NAME).write_bytes(content)\n",
         (ORDER,),
     ),
     Mutant(
@@ -185,9 +192,17 @@ MUTANTS = [
         "set-aside-is-lost",
         "A checkpoint that a kill left set aside does not get its name again.",
         "checkpoint/disk/listing.py",
-        "        if not checkpoint.exists():\n            aside.rename(checkpoint)\n",
-        "        if checkpoint.exists():\n            aside.rename(checkpoint)\n",
+        "    if aside.exists() and not folder.exists():\n",
+        "    if aside.exists() and folder.exists():\n",
         ("checkpoint/test_checkpoint.py::test_a_checkpoint_that_a_kill_left_set_aside_gets_its_name_again",),
+    ),
+    Mutant(
+        "set-aside-result-is-lost",
+        "A result that a kill left set aside does not get its name again.",
+        "finetune/result.py",
+        "        put_back_one(folder)\n",
+        "",
+        ("finetune/test_finetune.py::test_a_kill_between_the_renames_of_a_result_leaves_the_earlier_one",),
     ),
     Mutant(
         "names-with-zeros",
@@ -201,7 +216,7 @@ MUTANTS = [
         "half-a-removal",
         "A checkpoint that is being removed keeps its name.",
         "checkpoint/disk/store.py",
-        '    shutil.rmtree(_set_aside(checkpoint, ".removed"))\n',
+        '    shutil.rmtree(_rename(checkpoint, checkpoint.with_name(f".{checkpoint.name}.removed")))\n',
         "    shutil.rmtree(checkpoint)\n",
         ("checkpoint/test_listing.py",),
     ),
