@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +20,7 @@ from andon.board.feed import Feed, glance
 from andon.board.history import runs_in
 from andon.board.prometheus import exposition
 
+log = logging.getLogger(__name__)
 TICK_SECONDS = 1.0  # between two deltas
 PING_SECONDS = 15.0  # without a delta, after which a stream sends a comment to stay open
 FILES = ("board.css", "uplot.css", "uplot.js", "charts.js", "panels.js", "board.js")
@@ -78,25 +80,28 @@ class Board:
                 self._tickers.pop(key).cancel()
 
     async def _tick(self, feed: Feed) -> None:
+        known = feed.edition, feed.number
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            before = (feed.edition, feed.number)
-            await asyncio.to_thread(feed.advance)
-            if before != (feed.edition, feed.number):
+            try:
+                await asyncio.to_thread(feed.advance)
+            except Exception:  # viewers wait for what follows
+                log.exception("%s could not be read to its end", feed.folder)
+            if known != (now := (feed.edition, feed.number)):  # a viewer that opened the run may have read on, too
+                known = now
                 event, self._news[feed.key] = self._news[feed.key], asyncio.Event()
                 event.set()
 
-    async def deltas(self, feed: Feed, cursor: str) -> AsyncIterator[str]:
+    async def deltas(self, feed: Feed, cursor: str) -> AsyncGenerator[str]:
         """Server-sent events: each delta after the cursor, as soon as it exists."""
         async with self.watching(feed):
             while True:
                 news = self._news[feed.key]
-                missed = feed.since(cursor)
+                missed = await asyncio.to_thread(feed.since, cursor)
                 if missed is None:
                     yield "event: reload\ndata: {}\n\n"
                     return
-                for number, text in missed:
-                    cursor = f"{feed.edition}.{number}"
+                for cursor, text in missed:
                     yield f"id: {cursor}\ndata: {text}\n\n"
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(news.wait(), PING_SECONDS)

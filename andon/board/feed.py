@@ -13,8 +13,8 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-from andon.board.curves import downsample
-from andon.board.history import COLUMNS, OPTIONAL, History
+from andon.board.curves import Curve, downsample
+from andon.board.history import COLUMNS, OPTIONAL, History, end_of
 from andon.board.text import plain
 from andon.run.records.events import as_json
 
@@ -35,10 +35,11 @@ class Feed:
         """The number of the last delta."""
         self.edition = 0
         """Counts replacements of the history: a viewer of an earlier edition has to reload."""
-        self.deltas: deque[tuple[int, str]] = deque(maxlen=KEPT_DELTAS)
+        self.lock = Lock()
+        """Held while the history is changed or read, by different threads."""
+        self._deltas: deque[tuple[int, str]] = deque(maxlen=KEPT_DELTAS)
         self._sections: dict[str, str] = self._encode_sections()
         self._rows, self._strip_step = self.history.count, self._newest_strip()
-        self._lock = Lock()
         self._whole: History | None = None
         if self.history.stride > 1:
             Thread(target=self._read_whole, name="andon-board-history", daemon=True).start()
@@ -51,7 +52,7 @@ class Feed:
 
     def advance(self) -> None:
         """Read what was appended, and make a delta if anything has changed."""
-        with self._lock:
+        with self.lock:
             if self._whole:
                 self._replace(self._whole)
             history = self.history
@@ -65,13 +66,13 @@ class Feed:
             if changed or rows:
                 parts = [f'"{name}":{text}' for name, text in (changed | rows).items()]
                 self.number += 1
-                self.deltas.append((self.number, "{" + ",".join(parts) + "}"))
+                self._deltas.append((self.number, "{" + ",".join(parts) + "}"))
 
     def _replace(self, history: History) -> None:
         history.advance()
         self.history, self._whole = history, None
         self.edition += 1
-        self.deltas.clear()
+        self._deltas.clear()
         self._sections = self._encode_sections()
         self._rows, self._strip_step = history.count, self._newest_strip()
 
@@ -98,32 +99,37 @@ class Feed:
     def everything(self) -> str:
         """Everything that a page needs when it opens."""
         self.advance()
-        with self._lock:
+        with self.lock:
             history = self.history
             parts = {
                 **self._sections,
                 "cursor": f'"{self.edition}.{self.number}"',
-                "curve": _dumps(self.curve(0.0, math.inf, POINTS)),
+                "curve": _dumps(self._curve(0.0, math.inf, POINTS)),
                 "strip": _dumps(list(history.strip)),
                 "partial": "true" if history.stride > 1 else "false",
             }
             return "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
 
-    def curve(self, first: float, last: float, points: int) -> dict[str, list[float | None]]:
+    def curve(self, first: float, last: float, points: int) -> Curve:
         """The curve between two steps, in at most `points` points."""
+        with self.lock:
+            return self._curve(first, last, points)
+
+    def _curve(self, first: float, last: float, points: int) -> Curve:
         steps = self.history.steps
         low, high = (steps < first).sum(), (steps <= last).sum()
         columns = {name: self.history.column(name)[low:high] for name in COLUMNS}
         used = {name: each for name, each in columns.items() if name not in OPTIONAL or (each == each).any()}
         return downsample(steps[low:high], used, points)
 
-    def since(self, cursor: str) -> list[tuple[int, str]] | None:
-        """The deltas after a viewer's cursor; None if the viewer has to reload."""
+    def since(self, cursor: str) -> list[tuple[str, str]] | None:
+        """The deltas after a viewer's cursor, each with its own cursor; None if the viewer has to reload."""
         edition, _, number = cursor.partition(".")
-        if edition != str(self.edition) or not number.isdigit():
-            return None
-        missed = [delta for delta in self.deltas if delta[0] > int(number)]
-        return missed if len(missed) == self.number - int(number) else None
+        with self.lock:
+            if edition != str(self.edition) or not number.isdecimal():
+                return None
+            missed = [(f"{edition}.{each}", text) for each, text in self._deltas if each > int(number)]
+            return missed if len(missed) == self.number - int(number) else None
 
     def _encode_sections(self) -> dict[str, str]:
         return {name: _dumps(plain(value)) for name, value in self.sections().items()}
@@ -161,9 +167,7 @@ class Feed:
 
 def glance(folder: Path, key: str) -> dict[str, Any]:
     """A run in the list of runs, from the end of its file."""
-    history = History(folder / "metrics.jsonl")
-    history.read_end()
-    story = history.story
+    story = end_of(folder)
     fields = {"key": key, "name": folder.name, "state": story.state_now(), "step": story.step}
     entry: dict[str, Any] = plain({**fields, "loss": story.last.get("loss"), "time": story.time})
     return entry

@@ -10,6 +10,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from io import FileIO
 from itertools import chain, groupby
 from pathlib import Path
@@ -27,13 +28,15 @@ OPTIONAL = ("mfu", "accuracy")
 COLUMNS = ("loss", "tokens_per_s", "grad_norm", "lr", *OPTIONAL)
 STEP = b'{"event": "step"'
 NEWLINE = ord("\n")
-NUMBER = rb"(-?[0-9][-+0-9.e]*)"
-PLAIN_STEP = re.compile(
-    STEP
-    + b"".join(b', "%b": %b' % (key, NUMBER) for key in (b"time", b"step", b"loss", b"tokens"))
-    + b"".join(b', "%b": %b' % (key, NUMBER) for key in (b"tokens_per_s", b"lr", b"grad_norm"))
-)
-LAST = re.compile(rb'"(mfu|accuracy)": ([0-9][-+0-9.e]*)}$')
+INTEGER = rb"(0|[1-9][0-9]{0,14})"
+NUMBER = rb"(-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,22})?(?:e[-+]?[0-9]{1,2})?)"
+"""JSON numbers of up to `DIGITS` characters; a line with others is parsed as JSON."""
+DIGITS = 46
+FIELDS = {b"time": NUMBER, b"step": INTEGER, b"loss": NUMBER, b"tokens": INTEGER}
+FIELDS |= dict.fromkeys((b"tokens_per_s", b"lr", b"grad_norm"), NUMBER)
+PLAIN_STEP = re.compile(STEP + b"".join(b', "%b": %b' % each for each in FIELDS.items()) + b"[,}]")
+LAST = re.compile(rb', "([a-z_]+)": %b}$' % NUMBER)
+LAST_BYTES = DIGITS + 40  # of a line, in which `LAST` is found
 CHUNK_BYTES = 4 << 20
 LARGE_BYTES = 24 << 20  # a larger file is first read with a stride
 STEP_BYTES = 300  # of a line, about
@@ -113,10 +116,6 @@ class History:
         except OSError:  # the disk does not answer, or the file is not readable: the next call tries again
             return
 
-    def read_end(self) -> None:
-        """Read only the last events."""
-        self._add(parse(tail(self.path)))
-
     def _chunks(self, file: FileIO) -> Iterator[list[bytes]]:
         """The complete lines of a file from its position on, one chunk at a time."""
         while chunk := file.read(CHUNK_BYTES):
@@ -151,7 +150,7 @@ class History:
         """Add steps in the format of this version in bulk, and all other lines one by one."""
         for is_plain, group in groupby(((plain_step(line), line) for line in lines), lambda each: bool(each[0])):
             found = list(group)
-            table = np.array([fields for fields, _ in found], "S32").astype(np.float64).T if is_plain else np.empty(0)
+            table = np.array([fields for fields, _ in found if fields], f"S{DIGITS}").astype(np.float64).T
             is_next = bool(is_plain and table[1, 0] > (self.steps[-1] if self.count else 0))
             if not is_next or not (np.diff(table[1]) > 0).all():
                 self._add(parse([line for _, line in found]))
@@ -170,9 +169,7 @@ class History:
         self.count = end
 
     def _add(self, events: Iterable[Any]) -> None:
-        for event in events:
-            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-                continue
+        for event in filter(is_event, events):
             if event["event"] == "step":
                 self._add_step(event)
             else:
@@ -206,11 +203,30 @@ class History:
         self.cut = min(step, self.cut if self.cut is not None else step)
 
 
+def end_of(run: Path) -> Story:
+    """The state of a run, from its last events alone."""
+    story = Story()
+    with suppress(OSError):  # it was removed
+        for event in filter(is_event, parse(tail(run / "metrics.jsonl"))):
+            if event["event"] == "step":
+                story.add_step(event, integer(event.get("step")))
+            else:
+                story.add(event)
+    return story
+
+
+def is_event(found: Any) -> bool:
+    """Whether a parsed line is an event."""
+    return isinstance(found, dict) and isinstance(found.get("event"), str)
+
+
 def plain_step(line: bytes) -> tuple[bytes, ...] | None:
     """The numbers of a step in the format of this version, optional ones (or NaN) last; None for other lines."""
     if line.endswith(b'"}') or not (found := PLAIN_STEP.match(line)):  # a skipped step ends with the reason
         return None
-    last = None if line.endswith(b"}}") else LAST.search(line, max(0, len(line) - 40))
+    last = LAST.search(line, max(0, len(line) - LAST_BYTES))
+    if not last and not line.endswith(b"}}"):  # it may be an optional number that is damaged or has many digits
+        return None
     return *found.groups(), *(last[2] if last and last[1] == name.encode() else b"nan" for name in OPTIONAL)
 
 

@@ -31,15 +31,17 @@ def exposition(feeds: Sequence[Feed]) -> str:
     by_name: dict[str, list[str]] = {name: [] for name in HELP}
     for feed in feeds:
         feed.advance()
-        for name, labels, value in _samples(feed):
+        with feed.lock:
+            samples = list(_samples(feed))
+        for name, labels, value in samples:
             if value == value:
                 inside = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
                 by_name[name].append(f"{name}{{{inside}}} {value:.17g}")
     lines = []
-    for name, samples in by_name.items():
-        if samples:
+    for name, found in by_name.items():
+        if found:
             kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}", *samples]
+            lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}", *found]
     return "\n".join([*lines, ""])
 
 

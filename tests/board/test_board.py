@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -9,8 +10,10 @@ import os
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,9 +22,12 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from andon.board.app import Board
 from andon.board.feed import Feed
-from andon.board.history import History
+from andon.board.history import History, parse
+from andon.board.prometheus import exposition
 from andon.board.serve import background_board
+from andon.board.story import Worker
 from andon.board.text import plain
 from tests.kit.runs import start
 
@@ -140,6 +146,23 @@ def test_what_is_no_event_and_what_is_unknown_does_no_harm(tmp_path: Path) -> No
         file.write(b"\n".join([*strange, json.dumps(step(3)).encode(), b'{"event": "step", "st']))
     found = opened(folder)
     assert found["curve"]["step"][-1] == 3
+
+
+@pytest.mark.parametrize("field", ["loss", "tokens", "step", "mfu"])
+@pytest.mark.parametrize("wrong", ["1e-e5", "1.5.5", "1e999", "-", "9" * 40, "0." + "1" * 27 + "e-5", "01"])
+def test_a_damaged_number_among_many_steps_breaks_no_run(tmp_path: Path, field: str, wrong: str) -> None:
+    events = [*begin(), *(step(n, 0.5, mfu=0.25) for n in range(1, 1001))]
+    lines = (write(tmp_path / "run", events) / "metrics.jsonl").read_text().splitlines()
+    lines[500] = json.dumps(events[500] | {field: "here"}).replace('"here"', wrong)
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    feed = Feed(tmp_path / "run", "key")
+    whole = History(tmp_path / "run" / "metrics.jsonl")
+    whole._add(parse([line.encode() for line in lines]))
+    for name in ("loss", "mfu"):
+        np.testing.assert_array_equal(feed.history.column(name), whole.column(name))
+    np.testing.assert_array_equal(feed.history.steps, whole.steps)
+    assert feed.history.story.tokens == whole.story.tokens > 4000
+    assert "andon_step" in exposition([feed]) and json.loads(feed.everything())
 
 
 def test_a_large_file_opens_with_some_of_its_steps_and_all_other_events_and_is_then_read_whole(
@@ -321,6 +344,102 @@ def test_viewers_get_new_events_as_they_are_written(tmp_path: Path) -> None:
             write(folder, [step(2, 0.125)], "a")
             lines = [answer.readline().decode() for _ in range(3)]
     assert lines[0].startswith("id: 0.1") and json.loads(lines[1].removeprefix("data: "))["rows"]["loss"] == [0.125]
+
+
+@pytest.mark.parametrize("read", [lambda feed: feed.curve(0, 9, 10), lambda feed: feed.since("0.0")])
+def test_a_viewer_reads_no_history_that_is_changing(tmp_path: Path, read: Callable[[Feed], object]) -> None:
+    feed = Feed(write(tmp_path / "run", [*begin(), step(1)]), "key")
+    changing, go_on = Event(), Event()
+
+    def change() -> None:
+        changing.set()
+        assert go_on.wait(20)
+
+    feed.history.advance = change  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        advanced = pool.submit(feed.advance)
+        assert changing.wait(20)
+        found = pool.submit(read, feed)
+        with pytest.raises(TimeoutError):
+            found.result(0.2)
+        go_on.set()
+        advanced.result(20)
+        assert found.result(20) is not None
+
+
+def test_no_history_changes_while_prometheus_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = Feed(write(tmp_path / "run", [*begin(), step(1)]), "key")
+    reading, go_on = Event(), Event()
+
+    def lamps(state: str) -> list[Worker]:
+        if not reading.is_set():
+            reading.set()
+            assert go_on.wait(20)
+        return []
+
+    monkeypatch.setattr(feed, "advance", lambda: None)
+    monkeypatch.setattr(feed.history.story, "lamps", lamps)
+    with ThreadPoolExecutor(2) as pool:
+        text = pool.submit(exposition, [feed])
+        assert reading.wait(20)
+        advanced = pool.submit(Feed.advance, feed)
+        with pytest.raises(TimeoutError):
+            advanced.result(0.2)
+        go_on.set()
+        advanced.result(20)
+        assert "andon_step" in text.result(20)
+
+
+def test_viewers_get_what_follows_an_error_and_what_others_have_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("andon.board.app.TICK_SECONDS", 0.05)
+    folder = write(tmp_path / "run", [*begin(), step(1)])
+
+    async def watch() -> list[str]:
+        board = Board([folder])
+        (key,) = board.runs()
+        feed = await board.feed(key)
+        assert feed
+        advance, failures = feed.advance, [RuntimeError("a line that nobody has thought of")]
+
+        def fail_once() -> None:
+            if failures:
+                raise failures.pop()
+            advance()
+
+        monkeypatch.setattr(feed, "advance", fail_once)
+        write(folder, [step(2)], "a")
+        async with asyncio.timeout(10), contextlib.aclosing(board.deltas(feed, "0.0")) as stream:
+            found = [await anext(stream)]
+            write(folder, [step(3)], "a")
+            advance()
+            return [*found, await anext(stream)]
+
+    assert [text.split("\n")[0] for text in asyncio.run(watch())] == ["id: 0.1", "id: 0.2"]
+    assert "a line that nobody has thought of" in caplog.text
+
+
+def test_a_viewer_of_a_file_that_is_replaced_loads_again(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", [*begin(), step(1)])
+
+    async def watch() -> list[str]:
+        board = Board([folder])
+        (key,) = board.runs()
+        feed = await board.feed(key)
+        assert feed
+        for number in (2, 3):
+            write(folder, [step(number)], "a")
+            feed.advance()
+        async with asyncio.timeout(10), contextlib.aclosing(board.deltas(feed, "0.0")) as stream:
+            found = [await anext(stream)]
+            (folder / "metrics.jsonl").unlink()
+            write(folder, [*begin(), step(1)])
+            feed.advance()  # the viewer has not received step 3 yet
+            return [*found, await anext(stream), await anext(stream)]
+
+    found = asyncio.run(watch())
+    assert [text.split("\n")[0] for text in found] == ["id: 0.1", "id: 0.2", "event: reload"]
 
 
 def test_a_run_goes_on_without_a_board_that_cannot_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

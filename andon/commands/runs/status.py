@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from andon.board.history import COLUMNS, History, is_run, runs_in
+from andon.board.history import COLUMNS, History, end_of, is_run, runs_in
 from andon.board.text import plain
 from andon.commands.runs.plot import draw_png, draw_text
 from andon.errors import UserError
@@ -53,9 +53,7 @@ def planned_steps(run: Path) -> int | None:
 
 def glance(run: Path) -> dict[str, Any]:
     """State, step, loss and speed of a run, from the end of its metrics."""
-    history = History(run / "metrics.jsonl")
-    history.read_end()
-    story, pid = history.story, holder_of(run)
+    story, pid = end_of(run), holder_of(run)
     state = story.state_now()
     state = "running" if pid and state in ("silent", "waiting") else state
     loss, speed = story.last.get("loss"), story.last.get("tokens_per_s")
