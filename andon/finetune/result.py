@@ -11,8 +11,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from andon.checkpoint.disk.format import record_of, write_tensors
+from andon.checkpoint.disk.listing import aside_of, put_back_one
 from andon.checkpoint.disk.manifest import ADAPTER, render, verify_named
-from andon.checkpoint.disk.manifest import NAME as MANIFEST
+from andon.checkpoint.disk.store import publish_folder
 from andon.errors import UserError
 from andon.files import expand, sync
 from andon.finetune.base import Base, read_json
@@ -70,26 +71,21 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def publish(folder: Path, write: Callable[[Path], None], step: int) -> Path:
     """Have `write` fill a temporary folder, add a manifest, and rename it to `folder`, which is replaced."""
-    temporary, aside = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
-    for leftover in (temporary, aside):
-        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.new")
     try:
+        put_back_one(folder)
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         write(temporary)
         files = sorted(path for path in temporary.iterdir() if path.is_file())
-        records = {path.name: record_of(path).fields() for path in files}
-        (temporary / MANIFEST).write_bytes(render(step, records, {}))
-        for path in (*files, temporary / MANIFEST, temporary):
+        for path in files:
             sync(path)
-        if folder.exists():
-            folder.rename(aside)
-        temporary.rename(folder)
-        sync(folder.parent)
+        publish_folder(temporary, folder, render(step, {path.name: record_of(path).fields() for path in files}, {}))
     except (OSError, SafetensorError) as error:
         cause = getattr(error, "strerror", None) or str(error)
         remedy = "Free some space there; the same command writes it again"
         raise UserError(f"{folder} could not be written", cause, remedy) from None
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside_of(folder), ignore_errors=True)
     return folder
 
 

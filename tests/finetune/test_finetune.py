@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -235,6 +237,33 @@ def test_an_answer_has_no_more_tokens_than_the_model_has_positions(place: Path, 
     sizes = {"train__context": 160, "train__steps": 1, "eval__length": 64, "run__dir": str(tmp_path / "run")}
     told = tune(tune_config(place / "gpt2", data, **sizes))
     assert [event for event in told if event["event"] == "done"]
+
+
+def test_a_kill_between_the_renames_of_a_result_leaves_the_earlier_one(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(tune_config(place / "llama", place / "endings.jsonl", train__steps=1, run__dir=str(tmp_path)))
+    adapter, merged, rename = tmp_path / "adapter", tmp_path / "merged", os.rename
+    before = verify(merge(adapter, None)).digest
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(target) == merged:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", killed)
+        merge(adapter, None)
+    assert not merged.exists()
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="merged could not be written\nNo space left"):
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+        merge(adapter, None)
+    assert verify(merged).digest == before
+    merge(adapter, None)
+    assert verify(merged).digest == before and not list(tmp_path.glob(".merged*"))
 
 
 @pytest.mark.parametrize("name", ["transformers", "peft"])

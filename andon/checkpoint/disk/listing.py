@@ -42,9 +42,19 @@ def kept(found: list[int], keep: int, every: int) -> set[int]:
     return set(found[-keep:]) | {step for step in found if every and step % every == 0}
 
 
+def aside_of(folder: Path) -> Path:
+    """Where a folder is set aside while a new one takes its name."""
+    return folder.with_name(f".{folder.name}{REPLACED}")
+
+
+def put_back_one(folder: Path) -> None:
+    """Rename a folder back that was set aside for a new one, if a kill came before the new one had the name."""
+    aside = aside_of(folder)
+    if aside.exists() and not folder.exists():
+        aside.rename(folder)
+
+
 def put_back(folder: Path) -> None:
-    """Rename checkpoints back that were set aside for a new one, if a kill came before the new one had the name."""
+    """Put back all checkpoints of a run that a kill left set aside."""
     for aside in folder.glob(f".checkpoint-*{REPLACED}"):
-        checkpoint = folder / aside.name.removeprefix(".").removesuffix(REPLACED)
-        if not checkpoint.exists():
-            aside.rename(checkpoint)
+        put_back_one(folder / aside.name.removeprefix(".").removesuffix(REPLACED))

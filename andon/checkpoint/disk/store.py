@@ -23,7 +23,7 @@ from torch import Tensor
 
 from andon.checkpoint.disk import manifest
 from andon.checkpoint.disk.format import At, tensor_blake3
-from andon.checkpoint.disk.listing import REPLACED, checkpoint_path, kept, put_back, steps
+from andon.checkpoint.disk.listing import aside_of, checkpoint_path, kept, put_back, steps
 from andon.checkpoint.disk.manifest import Manifest, Record
 from andon.checkpoint.moments import ReadMoments
 from andon.checkpoint.snapshot import weights_digests
@@ -77,16 +77,8 @@ class Store:
                 raise OSError(f"{name} does not have the {record.size:,} bytes that were written")
         if strange := {path.name for path in temporary.iterdir()} - files.keys():
             raise OSError(f"{temporary} also holds {', '.join(sorted(strange))}")
-        at("manifest")
-        (temporary / manifest.NAME).write_bytes(manifest.render(step, records, units))
-        sync(temporary / manifest.NAME)
-        sync(temporary)
-        at("rename")
-        if final.exists():  # it is damaged, or its save was given up: the new one replaces it
-            _set_aside(final, REPLACED)
-        temporary.rename(final)
-        at("renamed")
-        sync(self.folder)
+        # A checkpoint that is there already is damaged, or its save was given up: the new one replaces it.
+        publish_folder(temporary, final, manifest.render(step, records, units), at)
         return final
 
     def prune(self, newest: int, at: At = lambda place: None) -> None:
@@ -96,7 +88,7 @@ class Store:
             if step not in kept(before, self.keep, self.keep_every):
                 at("prune")
                 remove(checkpoint_path(self.folder, step))
-        shutil.rmtree(self.folder / f".checkpoint-{newest}{REPLACED}", ignore_errors=True)
+        shutil.rmtree(aside_of(checkpoint_path(self.folder, newest)), ignore_errors=True)
 
     def clean(self) -> None:
         """Remove what interrupted saves and removals have left."""
@@ -105,15 +97,32 @@ class Store:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
+def publish_folder(temporary: Path, final: Path, content: bytes, at: At = lambda place: None) -> None:
+    """Write the manifest of a folder whose files are on disk; sync, and rename the folder.
+
+    A folder that has the name is set aside first, and stays there until the caller removes it: if a kill comes before
+    the new one has the name, `put_back` renames it back."""
+    at("manifest")
+    (temporary / manifest.NAME).write_bytes(content)
+    sync(temporary / manifest.NAME)
+    sync(temporary)
+    at("rename")
+    if final.exists():
+        _rename(final, aside_of(final))
+    temporary.rename(final)
+    at("renamed")
+    sync(final.parent)
+
+
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint; it is renamed first, so that a kill leaves no incomplete checkpoint."""
-    shutil.rmtree(_set_aside(checkpoint, ".removed"))
+    shutil.rmtree(_rename(checkpoint, checkpoint.with_name(f".{checkpoint.name}.removed")))
 
 
-def _set_aside(checkpoint: Path, suffix: str) -> Path:
-    aside = checkpoint.with_name(f".{checkpoint.name}{suffix}")
-    shutil.rmtree(aside, ignore_errors=True)
-    return checkpoint.rename(aside)
+def _rename(folder: Path, target: Path) -> Path:
+    """Rename a folder; an earlier one of that name is removed."""
+    shutil.rmtree(target, ignore_errors=True)
+    return folder.rename(target)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
