@@ -16,6 +16,7 @@ import andon
 from andon.checkpoint.disk.manifest import read as manifest
 from andon.engine.loader import Loader
 from andon.engine.reading import Reading
+from andon.integrity.probe import ON_GPU, OPERATIONS, take_probe
 from andon.model.loss import loss_of_chunk
 from andon.transport.local import LocalGroup
 from tests.kit.runs import andon as run
@@ -154,7 +155,8 @@ def test_a_run_that_keeps_fewer_activations_learns_the_same(tmp_path: Path) -> N
 def test_steps_say_the_share_of_the_peak(tmp_path: Path) -> None:
     train(tmp_path)
     if any(part in torch.cuda.get_device_name() for part in ("H100", "H200", "A100")):
-        assert all(0 <= step["mfu"] < 1 for step in events(tmp_path / "run", "step"))
+        shares = [step["mfu"] for step in events(tmp_path / "run", "step")]
+        assert len(shares) == 12 and all(0 <= share < 1 for share in shares)
 
 
 def test_a_profile_has_kernels_and_a_trace(tmp_path: Path) -> None:
@@ -184,11 +186,17 @@ def test_an_update_behind_a_closed_gate_changes_nothing() -> None:
             model.backward(module(torch.ones(2, 64, device="cuda")).square().mean() * scale, count=2)
         optimizer.step(clip=1.0)
 
+    def state() -> list[torch.Tensor]:
+        return [each.clone() for each in (model.arena.weights, *optimizer.rule.state.values())]
+
+    assert optimizer._updates_ahead
     step(1.0)
-    before, updates = model.arena.weights.clone(), optimizer.rule.updates
+    before, updates = state(), optimizer.rule.updates
     with pytest.raises(andon.JidokaHalt):
         step(math.nan)
-    assert torch.equal(before, model.arena.weights) and optimizer.rule.updates == updates
+    assert all(torch.equal(*each) for each in zip(before, state(), strict=True)) and optimizer.rule.updates == updates
+    step(1.0)
+    assert not any(torch.equal(*each) for each in zip(before, state(), strict=True))
     model.close()
 
 
@@ -236,9 +244,9 @@ def test_a_batch_that_was_prepared_is_the_one_that_is_asked_for() -> None:
 
 def test_a_reading_waits_for_its_own_numbers() -> None:
     values = torch.arange(3, device="cuda", dtype=torch.float64)
-    reading = Reading(values * 2)
+    reading = Reading(values)
     values.fill_(9)
-    assert reading.values() == [0.0, 2.0, 4.0]
+    assert reading.values() == [0.0, 1.0, 2.0]
 
 
 def test_a_gradient_of_a_compiled_block_is_written_once_into_the_arena() -> None:
@@ -294,6 +302,12 @@ def test_the_attention_kernels_compute_what_torch_computes(
         bad.requires_grad_()
         out = attend_by_kernels(bad, cos, sin, kv_heads)
         assert out[-1, length // 2].isnan().any() and torch.autograd.grad(out, bad, gradient)[0].isnan().any()
+
+
+def test_the_probe_of_a_gpu_is_the_same_every_time_and_includes_the_kernels_of_compiled_models() -> None:
+    device = torch.device("cuda", 0)
+    probe = take_probe(device)
+    assert probe == take_probe(device) and list(probe) == [*OPERATIONS, *ON_GPU]
 
 
 @pytest.mark.parametrize("rows, width", [(1, 1), (7, 1500), (64, 4096)])

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from andon.errors import UserError
 from andon.integrity.fingerprint import blame_by_majority
-from andon.model.loss import product_f32
+from andon.model.loss import loss_of_chunk, product_f32
 from andon.transport.base import Group
 
 Probe = Mapping[str, str]
@@ -25,7 +25,8 @@ DIGEST_BYTES: Final = 8
 
 def take_probe(device: torch.device) -> Probe:
     """Compute every operation on a device, and its digest."""
-    return {name: _digest(operation(device)) for name, operation in OPERATIONS.items()}
+    operations = {**OPERATIONS, **ON_GPU} if device.type == "cuda" else OPERATIONS
+    return {name: _digest(operation(device)) for name, operation in operations.items()}
 
 
 def differing(mine: Probe, other: Probe) -> list[str]:
@@ -37,9 +38,10 @@ def compare_probes(group: Group, mine: Probe, mixed: bool) -> str:
     """Name the operations that the ranks compute differently, and the rank; empty if all compute the same bits.
 
     Different bits are refused unless `mixed` allows them; then the group is marked as mixed."""
-    everyone = [each.decode().split() for each in group.all_gather_bytes(" ".join(mine.values()).encode())]
-    by_operation = zip(mine, zip(*everyone, strict=True), strict=True)
-    found = "; ".join(f"{name} differs{blame_by_majority(of)}" for name, of in by_operation if len(set(of)) > 1)
+    everyone = group.all_gather_json(dict(mine))
+    by_operation = {name: [each.get(name, "") for each in everyone] for each in everyone for name in each}
+    differ = ((name, digests) for name, digests in by_operation.items() if len(set(digests)) > 1)
+    found = "; ".join(f"{name} differs{blame_by_majority(digests)}" for name, digests in differ)
     if found and not mixed:
         raise UserError(
             f"The workers do not compute the same bits: {found}",
@@ -152,6 +154,35 @@ def _convolution(device: torch.device) -> list[Tensor]:
     return _with_gradients(lambda x, f: F.max_pool2d(F.conv2d(x, f, padding=1), 2), images, filters)
 
 
+def _own_kernels(device: torch.device) -> list[Tensor]:
+    """The kernels of compiled models for bf16, and a product as large as theirs."""
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return []
+    from andon.model.gpu import attention_kernel, gated_kernel  # need triton
+
+    def bf16(*shape: int, seed: int = 1) -> Tensor:
+        return _numbers(device, *shape, seed=seed).bfloat16()
+
+    positions = _numbers(device, 128, 64, seed=3), _numbers(device, 128, 64, seed=4)
+    kept = attention_kernel.forward(bf16(2, 128, 4, 64), *positions, 1)
+    gradient = attention_kernel.backward(bf16(2, 128, 2, 64, seed=2), *kept, positions, 1)
+    both, hidden = bf16(64, 384), bf16(64, 192)
+    for_both = torch.empty_like(both)
+    gated_kernel.launch(both, bf16(64, 192, seed=2), for_both, hidden)
+    loss = loss_of_chunk(bf16(64, 128), bf16(1000, 128, seed=2), torch.arange(64, device=device))
+    return [*kept, gradient, for_both, hidden, *loss, bf16(2048, 1024) @ bf16(1024, 4096, seed=2)]
+
+
+def _kind(device: torch.device) -> list[Tensor]:
+    """What kernels and their order of addition are chosen by."""
+    import triton
+
+    card = torch.cuda.get_device_properties(device)
+    software = torch.__version__, torch.version.cuda, triton.__version__
+    text = f"{card.name} {card.major}.{card.minor} {card.multi_processor_count} {software}"
+    return [torch.tensor(list(text.encode()), dtype=torch.uint8)]
+
+
 OPERATIONS: Final[Mapping[str, Callable[[torch.device], list[Tensor]]]] = {
     "the matrix product": _matrix_products,
     "the matrix product of small sizes": _vendor_products,
@@ -161,4 +192,8 @@ OPERATIONS: Final[Mapping[str, Callable[[torch.device], list[Tensor]]]] = {
     "the sum": _sums,
     "AdamW": _adamw_update,
     "convolution": _convolution,
+}
+ON_GPU: Final[Mapping[str, Callable[[torch.device], list[Tensor]]]] = {
+    "Andon's kernels": _own_kernels,
+    "the kind of GPU, or the version of torch or triton": _kind,
 }

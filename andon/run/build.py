@@ -19,6 +19,7 @@ from andon.engine.loader import BatchSource
 from andon.engine.optimizer import AdamW, Optimizer
 from andon.engine.parallel import DataParallel
 from andon.engine.trainer import StepSettings, Trainer
+from andon.errors import UserError
 from andon.integrity.faults import Faults
 from andon.optim import schedules
 from andon.optim.sharding import Zero
@@ -116,9 +117,13 @@ def optimizer_of(config: RunSettings, module: nn.Module, group: Group, overlap_g
 
 
 def computes_in_bf16(config: RunSettings, device: torch.device) -> bool:
-    """Whether matrix products are computed in bf16 on a device."""
-    precision = config.train.precision
-    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    """Whether matrix products are computed in bf16 on a device: on a GPU, unless it is too old or f32 is wanted."""
+    precision, on_gpu = config.train.precision, device.type == "cuda"
+    can = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision == "bf16" and not can:
+        what = f"train.precision = bf16 does not work on the {torch.cuda.get_device_name(device)}"
+        raise UserError(what, "GPUs compute in bf16 from compute capability 8.0 on", "Use --train.precision f32")
+    return precision == "bf16" or (precision == "auto" and on_gpu and can)
 
 
 def step_settings(config: RunSettings) -> StepSettings:

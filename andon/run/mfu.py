@@ -11,6 +11,7 @@ from andon.transport.base import Group
 PEAK_BF16: Final = {
     "B200": 2250e12,
     "H200": 989e12,
+    "H200 NVL": 835e12,
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -24,11 +25,15 @@ PEAK_BF16: Final = {
     "RTX 3090": 71e12,
 }
 """Dense bf16 operations a second from the data sheets, by words of the card's name."""
+OTHERS: Final = frozenset(("D", "Laptop", "MIG", "Ti"))
+"""Words in the names of cards that are slower or faster than those of the table, and of slices of a card."""
 
 
 def peak_of(card: str) -> float | None:
     """The peak of a card in bf16; None if it is not known."""
     words = card.replace("-", " ").split()
+    if not OTHERS.isdisjoint(words):
+        return None
     known = [name for name in PEAK_BF16 if all(word in words for word in name.split())]
     return PEAK_BF16[max(known, key=len)] if known else None
 

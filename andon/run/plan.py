@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, TypeVar
 from andon.config.load import merge, validate
 from andon.config.schema import Config, RunSettings
 from andon.engine.gradients.order import MOST_SLOTS, make_order
+from andon.machine import computes_on_gpu
 from andon.model.shape import CHEAP, LOGITS_BYTES, Shape
 from andon.optim.shard_map import UnitOwners
 from andon.transport.registry import TRANSPORTS, Traffic
@@ -47,6 +48,8 @@ class Memory:
     """Copies of every rank for a save."""
     weights_snapshot: int
     """The copy of the weights, on rank 0 only."""
+    on_host: int = 0
+    """Of a GPU's worker: copies for a save, in pinned memory of the host; not counted in the total."""
 
     @property
     def step(self) -> int:
@@ -56,7 +59,8 @@ class Memory:
     @property
     def total(self) -> int:
         """The most that rank 0 holds."""
-        return sum(asdict(self).values())
+        bytes_of: dict[str, int] = asdict(self)
+        return sum(bytes_of.values()) - self.on_host
 
     def of_all(self, workers: int) -> int:
         """The most that all workers hold together."""
@@ -120,8 +124,8 @@ def memory_of(config: RunSettings, trained: Trained, activations: int, frozen: i
     order = make_order(config.train.slots, config.workers)
     accumulate = config.group.wire == "f32"
     rows = max(order.rows(rank, accumulate) for rank in range(config.workers))
-    on_host = config.device != "cuda"
-    weights = trained.weight_bytes * trained.parameters
+    on_host = not computes_on_gpu(config.device)
+    weights, moments = trained.weight_bytes * trained.parameters, trained.state_bytes * saved(config, trained)
     transport = TRANSPORTS[config.group.transport]
     return Memory(
         program=PROGRAM_BYTES + SHARED_BYTES // config.workers if on_host else 0,
@@ -130,9 +134,15 @@ def memory_of(config: RunSettings, trained: Trained, activations: int, frozen: i
         optimizer=trained.state_bytes * owned(config, trained),
         activations=round((ALLOCATOR_RATIO if on_host else GPU_ALLOCATOR_RATIO) * activations),
         exchange=transport.buffers(4 * max((*trained.blocks, *trained.others))) if config.workers > 1 else 0,
-        snapshot=trained.state_bytes * saved(config, trained) if on_host else 0,
+        snapshot=moments if on_host else 0,
         weights_snapshot=weights if on_host else 0,
+        on_host=0 if on_host else pinned(weights) + pinned(moments),
     )
+
+
+def pinned(size: int) -> int:
+    """The bytes that torch allocates for a buffer in pinned memory: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def cost_of_a_loss(config: C, make: Callable[[C], Plan] | None = None) -> str:
@@ -158,7 +168,7 @@ def cost_of_a_loss(config: C, make: Callable[[C], Plan] | None = None) -> str:
 
 def widened(config: Config) -> int:
     """Bytes of the largest bf16 weight as f32: a CPU computes with one such copy at a time."""
-    if config.train.weights == "f32" or config.device == "cuda":
+    if config.train.weights == "f32" or computes_on_gpu(config.device):
         return 0
     return 4 * config.shape.hidden * max(config.shape.vocab, config.shape.intermediate)
 
@@ -166,7 +176,7 @@ def widened(config: Config) -> int:
 def activations_of(config: Config) -> int:
     """The most bytes of activations: as compiled blocks keep them on a GPU, or as autograd does elsewhere."""
     shape, windows, train = config.shape, config.train.micro_batch, config.train
-    if config.device != "cuda" or train.precision == "f32" or train.compile is False:
+    if not computes_on_gpu(config.device) or train.precision == "f32" or train.compile is False:
         return live_activations(shape, windows)
     tokens = windows * shape.context
     # In numbers of bf16: residuals, norms, queries, keys, values, attention with its log-sum-exp; gate, up, product.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from andon import machine
 from andon.checkpoint.moments import Moments
 from andon.config.load import build
 from andon.engine.optimizer import AdamW
@@ -77,6 +78,21 @@ def test_the_memory_on_a_gpu_is_what_an_h200_measured(preset: str, windows: int,
     train = {"train.micro_batch": windows, "train.activation_memory": kept}
     memory = make_plan(build({}, {"model.preset": preset, **settings, **train}).on_this_machine()).memory
     assert memory.total / 2**30 == pytest.approx(measured, rel=0.05)
+
+
+def test_on_a_machine_with_a_gpu_the_plan_is_that_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def total(device: str) -> tuple[int, int]:
+        settings = {"device": device, "train.slots": 1, "train.micro_batch": 32, "train.context": 1024}
+        memory = make_plan(build({}, {"model.preset": "350m", **settings}).on_this_machine()).memory
+        return memory.total, memory.on_host
+
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    assert total("auto") == total("cpu"), "a CPU build of torch"
+    monkeypatch.setattr(machine, "version", lambda name: "2.13.0")
+    assert total("auto") == total("cuda") and total("cuda")[1] > 12 * 432e6 > total("cpu")[1] == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert total("auto") == total("cpu")
 
 
 def test_plan_needs_no_torch_and_shows_what_settings_would_change(tmp_path: Path) -> None:

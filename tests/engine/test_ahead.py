@@ -131,5 +131,7 @@ def test_a_token_costs_six_operations_a_weight_and_those_of_attention() -> None:
     weights = shape.layers * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 4096 + 2 * 1024) + 1024 + 32_768 * 1024
     assert shape.operations_per_token == 6 * weights + 12 * 24 * 1024 * 1024
     assert peak_of("NVIDIA H200") == peak_of("NVIDIA H100 80GB HBM3") == 989e12 and peak_of("some card") is None
+    assert peak_of("NVIDIA GeForce RTX 4090") == 165e12 and peak_of("NVIDIA H200 NVL") == 835e12
+    assert not any(map(peak_of, ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")))
     assert peak_of("NVIDIA H100 PCIe") == 756e12 and peak_of("NVIDIA A100-SXM4-80GB") == 312e12
     assert mfu(shape, 989e12 / shape.operations_per_token, 989e12) == pytest.approx(1.0)

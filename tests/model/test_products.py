@@ -5,7 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from andon.model import loss as loss_module
 from andon.model.gpu.products import gated_products, product
+from andon.model.loss import SummedLoss
+
+NO_GPU = "needs a GPU: tests/gpu.sh on a machine that has one"
 
 
 def matrix(seed: int, *shape: int) -> Tensor:
@@ -79,3 +83,25 @@ def test_a_weight_that_is_used_twice_gets_the_sum_of_both_gradients() -> None:
     torch.autograd.backward((product(first.bfloat16(), weight) + product(second.bfloat16(), weight)).sum())
     torch.autograd.backward((F.linear(first, plain) + F.linear(second, plain)).sum())
     assert close(weight.grad, plain.grad)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)]),
+    ],
+)
+def test_the_loss_in_chunks_is_the_loss_at_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = torch.randint(1000, (100,), generator=torch.Generator().manual_seed(3)).to(device)
+    found = []
+    for bytes_of_logits in (1 << 30, 2 * 1000 * 30):
+        monkeypatch.setattr(loss_module, "LOGITS_BYTES", bytes_of_logits)
+        x, weight = (matrix(seed, rows, 64).to(device) for seed, rows in ((1, 100), (2, 1000)))
+        leaves = [x.bfloat16().requires_grad_(), weight.requires_grad_()]
+        loss = SummedLoss.apply(*leaves, targets)  # type: ignore[no-untyped-call]
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.002)
+    wanted = F.cross_entropy(x @ weight.t(), targets, reduction="sum")
+    assert close(found[1][0], wanted)

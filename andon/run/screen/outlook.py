@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 
 from andon.config.schema import Config, RunSettings
+from andon.machine import computes_on_gpu
 from andon.run.plan import Memory, cost_of_a_loss, make_plan
 from andon.run.screen.terminal import human_bytes, human_count
 
@@ -54,7 +55,7 @@ def machine_notes(config: RunSettings) -> Iterator[str]:
     """Notes if a run does not fit this machine, or leaves much of it idle."""
     busy = config.workers * config.threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if config.device == "cuda":
+    if computes_on_gpu(config.device):
         return
     # The memory of fine-tuning is known only after torch is loaded: `andon plan --finetune` shows it.
     needed = make_plan(config).memory.of_all(config.workers) if isinstance(config, Config) else 0
@@ -71,6 +72,7 @@ def machine_notes(config: RunSettings) -> Iterator[str]:
 
 def _parts(memory: Memory) -> str:
     parts = asdict(memory)
-    copies = parts.pop("snapshot") + parts.pop("weights_snapshot")
+    copies, on_host = parts.pop("snapshot") + parts.pop("weights_snapshot"), parts.pop("on_host")
     named = {"torch and Andon": parts.pop("program"), **parts, "copies for a save": copies}
-    return ", ".join(f"{name} {human_bytes(count)}" for name, count in named.items() if count)
+    text = ", ".join(f"{name} {human_bytes(count)}" for name, count in named.items() if count)
+    return f"{text}; on the host {human_bytes(on_host)} of copies for a save" if on_host else text
