@@ -5,9 +5,7 @@
 
 import contextlib
 import inspect
-import struct
 from collections.abc import Iterable, Sequence
-from math import fsum
 from typing import Any
 
 import torch
@@ -18,9 +16,8 @@ from andon.config.finetune import Task
 from andon.data.batches import NO_TARGET, Batch
 from andon.engine.progress import Progress
 from andon.engine.reading import Reading
+from andon.run.evaluate import score_held_out
 from andon.transport.base import Group
-
-PART = struct.Struct("<dQQ")  # of a micro-batch: summed loss, right answers, answers
 
 
 def accuracy_fields(correct: int, total: int) -> dict[str, float]:
@@ -71,20 +68,13 @@ class Scorer:
         counts = y != NO_TARGET
         return logits[counts], y[counts]
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], group: Group) -> tuple[float, int, int]:
-        """The mean loss, right answers and answers of all ranks; the sum is exact, for any number of ranks."""
-        device, was_training, mine = self._device, self.model.training, b""
+        """The mean loss, right answers and answers of all ranks."""
+        was_training = self.model.training
         self.model.eval()
-        for number, (x, y) in enumerate(batches):
-            if number % group.world_size == group.rank:
-                loss, right = self.score(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
-                mine += PART.pack(loss.item(), int(right), int((y != NO_TARGET).sum()))
+        found = score_held_out(batches, group, self._device, self.score)
         self.model.train(was_training)
-        parts = [part for packed in group.all_gather_bytes(mine) for part in PART.iter_unpack(packed)]
-        losses, rights, counts = zip(*parts, strict=True) if parts else ((), (), ())
-        total = sum(counts)
-        return fsum(losses) / max(1, total), sum(rights), total
+        return found
 
 
 def keeps_logits(model: nn.Module) -> bool:

@@ -2,32 +2,44 @@
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from andon.data import stories
 from andon.data.batches import Batch
 from andon.data.tokenizer import Tokenizer
+from andon.engine.loader import count_targets
 from andon.model.generate import sample
 from andon.model.llama import Llama
 from andon.transport.base import Group
 
-PART = struct.Struct("<IdQ")  # micro-batch, summed loss, tokens
+PART = struct.Struct("<dQQ")  # of a micro-batch: summed loss, right answers, targets
+Score = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | int]]
+"""Inputs and targets of a micro-batch → summed loss, right answers."""
 
 
 @torch.no_grad()
-def validation_loss(model: Llama, batches: Iterable[Batch], group: Group) -> float:
-    """Mean loss per token. Ranks share the micro-batches; the sum is exact, so that it is the same for any number."""
-    mine, device = b"", model.cos.device
+def score_held_out(
+    batches: Iterable[Batch], group: Group, device: torch.device, score: Score
+) -> tuple[float, int, int]:
+    """The mean loss per target, right answers and targets of all micro-batches. Ranks share the micro-batches; the sums
+    are exact, so that they are the same for any number of ranks."""
+    mine = b""
     for number, (x, y) in enumerate(batches):
         if number % group.world_size == group.rank:
-            loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
-            mine += PART.pack(number, loss.item(), y.size)
+            loss, right = score(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
+            mine += PART.pack(loss.item(), int(right), count_targets(y))
     parts = [part for packed in group.all_gather_bytes(mine) for part in PART.iter_unpack(packed)]
-    tokens: int = sum(count for _, _, count in parts)
-    return math.fsum(loss for _, loss, _ in parts) / tokens
+    losses, rights, counts = zip(*parts, strict=True)
+    return math.fsum(losses) / sum(counts), sum(rights), sum(counts)
+
+
+def validation_loss(model: Llama, batches: Iterable[Batch], group: Group) -> float:
+    """Mean loss per token."""
+    return score_held_out(batches, group, model.cos.device, lambda x, y: (model(x, y), 0))[0]
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:

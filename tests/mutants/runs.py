@@ -26,8 +26,8 @@ MUTANTS = [
         "validation-mean-of-means",
         "Validation is the mean of the micro-batches' means.",
         "run/evaluate.py",
-        "return math.fsum(loss for _, loss, _ in parts) / tokens",
-        "return math.fsum(loss / count for _, loss, count in parts) / len(parts)",
+        "return math.fsum(losses) / sum(counts),",
+        "return math.fsum(loss / count for loss, _, count in parts) / len(parts),",
         ("one_answer/test_values.py::test_validation_is_the_mean_over_the_tokens_of_the_held_out_windows",),
     ),
     Mutant(
