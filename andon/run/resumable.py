@@ -19,7 +19,7 @@ FIXED = (
     "train.weights",
 )
 """If one of these changed, the model would be another, or some samples would be read twice and others never."""
-FREE = ("train", "optim", "on_nonfinite", "max_skips", "numerics", "deterministic", "group.wire")
+FREE = ("train", "optim", "on_nonfinite", "max_skips", "numerics", "threads", "deterministic", "group.wire")
 """These may change, which changes the weights from here on: a note names them."""
 NAMES = ("model.preset", "model.from", "model")
 """Names of a shape or of a folder: not compared, because the shape or the weights themselves are."""

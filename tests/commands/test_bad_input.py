@@ -142,9 +142,9 @@ def test_another_batch_than_the_checkpoint_was_trained_with(tmp_path: Path) -> N
 
 def test_settings_that_may_change_are_named_when_a_run_goes_on(tmp_path: Path) -> None:
     train("--train.steps=2", "--optim.lr=0.004", cwd=tmp_path)
-    options = ["--train.steps=3", "--optim.lr=0.001", "--optim.schedule=constant"]
+    options = ["--train.steps=3", "--optim.lr=0.001", "--optim.schedule=constant", "--threads=2"]
     code, output = andon("train", *SMALL, "--run.dir=run", *options, cwd=tmp_path)
-    changes = "optim.lr 0.004 → 0.001, optim.schedule cosine → constant, train.steps 2 → 3"
+    changes = "optim.lr 0.004 → 0.001, optim.schedule cosine → constant, threads 1 → 2, train.steps 2 → 3"
     assert code == 0 and f"Going on with other settings: {changes}" in output.splitlines(), output
 
 
