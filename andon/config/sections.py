@@ -6,9 +6,9 @@ Each component receives only its own section.
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
 from pydantic import model_validator as validator
 
 from andon.engine.gradients.order import MOST_SLOTS
@@ -45,14 +45,6 @@ class Section(BaseModel):
             if isinstance(text, str | Path) and re.search("[\0\ud800-\udfff]", str(text)):
                 raise ValueError(f"{str(text)!r} holds a NUL or is not valid UTF-8")
         return value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _parse_choice(cls, value: Any, info: ValidationInfo) -> Any:
-        """Accept the text of a number where the choices are numbers, as pydantic does for plain numbers."""
-        assert info.field_name
-        choices = get_args(cls.model_fields[info.field_name].annotation)
-        return next((choice for choice in choices if isinstance(choice, int) and str(choice) == value), value)
 
 
 class ModelConfig(Section):
@@ -220,7 +212,7 @@ class ZeroConfig(Section):
     """How optimizer state is divided among ranks: a slice of every unit each (`even`), whole units (`round_robin`,
     `contiguous`), or a full copy on every rank (`off`). `auto` is `even`, but `off` for one worker and for `star` and
     `protocol2`, where ZeRO would send more bytes than an all-reduce."""
-    replicas: Literal[1, 2] = 1
+    replicas: int = Field(1, ge=1, le=2)
     """Number of ranks that hold each part of the optimizer state; 2 needs twice the memory and survives one loss."""
 
     def resolve(self, transport: str) -> Literal["off", "even", "round_robin", "contiguous"]:

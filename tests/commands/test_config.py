@@ -118,9 +118,10 @@ def test_a_number_too_long_to_be_written_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "bad.yaml")
 
 
-def test_a_choice_between_numbers_takes_their_text() -> None:
+def test_each_part_of_the_optimizer_state_is_held_once_or_twice() -> None:
     assert load(None, {"zero.replicas": "2"}).zero.replicas == 2
-    assert "Input should be 1 or 2" in refusal(zero__replicas="3").cause
+    assert "less than or equal to 2" in refusal(zero__replicas="3").cause
+    assert "greater than or equal to 1" in refusal(zero__replicas="0").cause
 
 
 @pytest.mark.parametrize(
