@@ -43,6 +43,8 @@ class Optimizer(torch.optim.Optimizer):
     rule_type: ClassVar[type[UpdateRule]]
 
     def __init__(self, model: DataParallel, options: Mapping[str, Any], zero: Zero | Policy = "even") -> None:
+        if not isinstance(model, DataParallel):
+            raise TypeError("the optimizer takes the andon.DataParallel model itself, not its parameters")
         super().__init__(list(model.arena.parameters.values()), dict(options))
         self.model, self.progress = model, model.progress
         self.zero = zero if isinstance(zero, Zero) else Zero(zero)
@@ -124,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, clip: float) -> Totals:
         model, step = self.model, self.progress.step + 1
         self.commit.begin()
-        self._clip, self._options = clip, self.options
+        self._clip, self._options = clip, _checked(self.options)
         with model.phases("fingerprint"):  # while the last units are exchanged
             fingerprints = b""
             if model.exchange.checks and model.membership.world_size > 1:
@@ -310,12 +312,20 @@ class Optimizer(torch.optim.Optimizer):
         """Nothing to do: every slot overwrites the gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: each rank holds a part of the state."""
-        raise RuntimeError("each rank holds a part of the optimizer's state: save it with andon.save")
+        """Refused: ranks may hold parts of the state, and a checkpoint has all of it."""
+        raise RuntimeError("the optimizer's state may be divided among the ranks: save it with andon.save")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused: each rank holds a part of the state."""
-        raise RuntimeError("each rank holds a part of the optimizer's state: load it with andon.load")
+        """Refused: ranks may hold parts of the state, and a checkpoint has all of it."""
+        raise RuntimeError("the optimizer's state may be divided among the ranks: load it with andon.load")
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """Refuse options that would put NaN or Inf into the weights; a schedule may set them."""
+    for name, value in options.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}: no step can be done with it")
+    return options
 
 
 class AdamW(Optimizer):
@@ -332,4 +342,9 @@ class AdamW(Optimizer):
         weight_decay: float = 0.1,
         zero: Zero | Policy = "even",
     ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}: it must be 0 or a positive number")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas are {betas}: they must be from 0 to below 1")
         super().__init__(model, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, zero)

@@ -163,6 +163,8 @@ class DataParallel(nn.Module):
             if self._slot is not None and self._slot == self.gradients.next_slot:
                 self.buffers_of_step.note(self._slot)
             count = int(count)
+            if count < 0:
+                raise ValueError(f"count is {count}: it is the number of tokens (or samples) of the slot")
             self.gradients.backward(loss * count if reduction == "mean" else loss, count)
         self.buffers_of_step.restore()
 

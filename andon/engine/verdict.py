@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from andon.integrity.halt import JidokaHalt
+
+NAMED: Final = 8
+"""The most slots that a complaint names."""
 
 
 class Report(NamedTuple):
@@ -38,6 +41,8 @@ class Totals:
     """Of the mean gradient, before clipping."""
     bad_units: tuple[tuple[int, str], ...] = ()
     """(rank, unit) of every contribution that was not finite."""
+    bad_slots: tuple[int, ...] = ()
+    """The slots whose loss is not finite."""
     committed: bool = True
     """False: a worker was lost before the verdict. `model.steps` gives the step again unless another rank has committed
     it."""
@@ -53,12 +58,13 @@ class Totals:
         loss = sum(loss for _, loss, _ in losses) / max(1, tokens)
         norm = norm_of_sum / max(1, tokens)
         bad_units = tuple((rank, unit) for rank, report in enumerate(reports) for unit in report.bad_units)
-        return cls(loss, tokens, norm, bad_units)
+        return cls(loss, tokens, norm, bad_units, tuple(slot for slot, each, _ in losses if not math.isfinite(each)))
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Totals:
         """From JSON."""
-        return cls(**{**fields, "bad_units": tuple((rank, unit) for rank, unit in fields["bad_units"])})
+        bad_units = tuple((rank, unit) for rank, unit in fields["bad_units"])
+        return cls(**{**fields, "bad_units": bad_units, "bad_slots": tuple(fields["bad_slots"])})
 
     @property
     def sound(self) -> bool:
@@ -68,8 +74,12 @@ class Totals:
     @property
     def complaint(self) -> str:
         """Why a step is not sound, in one line."""
-        if self.bad_units:
-            return "; ".join(f"rank {rank} computed a bad gradient of {unit}" for rank, unit in self.bad_units)
+        found = [f"rank {rank} computed a bad gradient of {unit}" for rank, unit in self.bad_units]
+        if self.bad_slots:
+            slots = ", ".join(map(str, self.bad_slots[:NAMED])) + ", …" * (len(self.bad_slots) > NAMED)
+            found.append(f"the loss of slot{'s' * (len(self.bad_slots) > 1)} {slots} is not finite")
+        if found:
+            return "; ".join(found)
         if not math.isfinite(self.loss):
             return f"the loss is {self.loss}"
         return f"every contribution is finite, but the norm of their sum is {self.norm}"

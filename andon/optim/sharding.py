@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from andon.engine.gradients.arena import CELL, Layout
 from andon.engine.gradients.order import shares
@@ -26,6 +27,11 @@ class Zero:
 
     policy: Policy = "even"
     replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(Policy) or self.replicas not in (1, 2):
+            known = ", ".join(get_args(Policy))
+            raise ValueError(f"no such ZeRO: {self.policy!r} with {self.replicas} replicas; policies: {known}")
 
 
 @dataclass(frozen=True)

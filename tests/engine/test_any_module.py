@@ -471,6 +471,8 @@ def test_a_model_needs_an_optimizer_and_a_group_of_its_own_and_its_optimizer_is_
         optimizer.state_dict()
     with pytest.raises(RuntimeError, match=r"load it with andon.load"):
         optimizer.load_state_dict({})
+    with pytest.raises(ValueError, match="count is -1"):
+        model.backward(model(torch.ones(1, 3)).sum(), count=-1)
     with pytest.raises(ValueError, match="another model exchanges over this group"):
         andon.DataParallel(nn.Linear(3, 1), group, slots=1)
     model.close()
@@ -478,6 +480,36 @@ def test_a_model_needs_an_optimizer_and_a_group_of_its_own_and_its_optimizer_is_
     assert not group.before_close
     with pytest.raises(ValueError, match="there is nothing to train"):
         andon.DataParallel(nn.Linear(3, 1).requires_grad_(False), group, slots=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"betas": (2.0, 0.9)}, "betas are"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0"),
+        ({"zero": "maybe"}, "policies: off, even"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], complaint: str) -> None:
+    model = andon.DataParallel(nn.Linear(3, 1), LocalGroup(), slots=1)
+    with pytest.raises(ValueError, match=complaint):
+        andon.AdamW(model, **options)
+    with pytest.raises(TypeError, match="not its parameters"):
+        andon.AdamW(model.parameters())  # type: ignore[arg-type]
+    model.close()
+
+
+def test_a_learning_rate_that_is_not_finite_touches_no_weight() -> None:
+    model = andon.DataParallel(nn.Linear(3, 1), LocalGroup(), slots=1)
+    optimizer, before = andon.AdamW(model), model.arena.weights.clone()
+    model.backward(model(torch.ones(1, 3)).sum(), count=1)
+    optimizer.lr = float("nan")
+    with pytest.raises(ValueError, match="lr is nan"):
+        optimizer.step()
+    assert torch.equal(model.arena.weights, before)
+    model.close()
 
 
 class Averages(nn.Linear):
