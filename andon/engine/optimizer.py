@@ -8,6 +8,7 @@ the step's last exchange, that of the norms, so that a worker which receives it 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -281,6 +282,9 @@ class Optimizer(torch.optim.Optimizer):
     def _exit_if_stopped(self) -> None:
         """End the process before a step if a stop was asked for; `andon.load` and `andon.save` replace this."""
         if self.stop.agreed:
+            if self.model.membership.rank == 0:
+                why = "the script has not called andon.load or andon.save"
+                print(f"Stopped after step {self.progress.step}. Nothing was saved: {why}", file=sys.stderr, flush=True)
             raise SystemExit(EXIT_STOPPED)
 
     def _weights_loaded(self, prefix: str, module: nn.Module, _: object) -> None:

@@ -190,7 +190,7 @@ def test_ctrl_c_ends_a_script_that_never_saves(tmp_path: Path) -> None:
     time.sleep(3)
     ctrl_c(process)
     output = finish(process)
-    assert process.returncode == 4, output
+    assert process.returncode == 4 and "Nothing was saved" in output, output
 
 
 def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
