@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -52,11 +53,12 @@ def test_ctrl_c_saves_once_and_leaves_and_the_same_command_goes_on(tmp_path: Pat
     whole = train("--train.steps=40", cwd=tmp_path, name="whole")
     options = ["--train.steps=40", "--workers=2", f"--group.transport={transport}", "--checkpoint.every=0"]
     command = ["train", *SMALL, *options, "--run.dir=run"]
-    process = start(*command, cwd=tmp_path)
+    process = start(*command, "--resume=none", cwd=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)
     ctrl_c(process)
     output = finish(process)
-    assert process.returncode == 4 and "Stopped and saved at step" in output, output
+    resume = f"Resume from there: {shlex.join(['andon', *command])}\n"
+    assert process.returncode == 4 and "Stopped and saved at step" in output and resume in output, output
     (stopped,) = events(tmp_path / "run", "stopped")
     assert 3 <= stopped["step"] < 40
     assert not (tmp_path / "run" / "summary.json").exists()

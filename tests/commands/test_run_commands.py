@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from andon.config.load import keys, load
-from andon.run.screen.ending import same_command
+from andon.run.screen.ending import resuming_command
 from tests.board.test_board import begin, event, step, write
 from tests.kit.group_harness import busy
 from tests.kit.runs import SMALL, andon, finish, start, summary, train, wait_for_step
@@ -49,14 +49,16 @@ def test_a_curve_is_drawn_in_the_terminal_and_as_a_png(tmp_path: Path) -> None:
 
 
 def test_a_halt_fits_one_screen_and_the_command_to_try_has_no_fault(tmp_path: Path) -> None:
-    fault = ["--fault", "nan:rank=1,step=3"]
-    code, output = andon("train", *SMALL, "--workers=2", *fault, "--run.dir=run", cwd=tmp_path)
+    options = ["--fault", "nan:rank=1,step=3", "--resume", "none"]
+    code, output = andon("train", *SMALL, "--workers=2", *options, "--run.dir=run", cwd=tmp_path)
     card = output[output.index("THE LINE STOPPED") :]
     assert code == 3 and len(card.splitlines()) <= 16
     findings = json.loads((tmp_path / "run" / "halt.json").read_text())["findings"]
     assert f"{len(findings)} parameters, first {findings[0]['parameter']}" in card and "halt.json" in card
     assert "andon data show" in card and "andon train --model.vocab=300" in card and "--fault" not in card
-    assert same_command(["train", "--fault", "a", "x y", "--fault=b"]) == "andon train 'x y'"
+    assert "--resume" not in card
+    assert resuming_command(["train", "--fault", "a", "x y", "--fault=b"]) == "andon train 'x y'"
+    assert resuming_command(["train", "--resume=none", "--resume", "b"], saved=False) == "andon train --resume b"
 
 
 def test_a_skipped_step_is_said_at_once_and_at_the_end(tmp_path: Path) -> None:

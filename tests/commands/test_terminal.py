@@ -19,6 +19,12 @@ from andon.run.screen.display import Display, show_error
 from andon.run.screen.terminal import Terminal
 from tests.kit.runs import SMALL, andon, environment, events, start, summary, train
 
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 EVIL = "\x1b]0;evil\x07\x1b[31m\x9b\r\x7f\udcff[red]:smile:"
 SPELLED_OUT = r"\x1b]0;evil\x07\x1b[31m\x9b\x0d\x7f\udcff[red]:smile:"
 FOUND = {"rank": 1, "slot": 0, "kind": "NaN", "count": 1, "first": 0, "samples": [1], "unit": EVIL}
@@ -53,6 +59,29 @@ def test_a_step_shows_its_mfu_where_it_is_known(capsys: pytest.CaptureFixture[st
     known = {"step": 1, "loss": 2.0, "tokens_per_s": 10.0, "lr": 0.1, "grad_norm": 1.0}
     Display(Terminal(), load(None))(event("step", **known, mfu=0.421))
     assert "MFU 42.1%" in capsys.readouterr().out
+
+
+def test_a_note_changes_nothing_of_what_is_shown_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", output := Screen())
+    console = Terminal()
+    display = Display(console, load(None))
+    known = {"step": 1, "loss": 2.0, "tokens_per_s": 10.0, "lr": 0.1, "grad_norm": 1.0}
+    for each in (
+        event("start", step=0, floor=None),
+        event("step", **known),
+        event("sample", step=1, text="word " * 99),
+    ):
+        display(each)
+    assert display._live
+    display._live.refresh()
+    output.truncate(0)
+    display(event("lost", text="[red]Rank 1 was lost[/]"))
+    console.print("Saving", style="yellow")
+    display.close()
+    shown = output.getvalue()
+    assert "[red]Rank 1" in shown and "[bold]" not in shown and shown.count("word") == 3 * 99
+    assert "\x1b[33mSaving\x1b[0m\n\x1b[1mstep" in shown.replace("\r", ""), shown
 
 
 def test_errors_show_control_characters_harmlessly(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,11 +121,6 @@ def test_a_run_without_events_is_named(foreign: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text((foreign / "run" / "config.yaml").read_text())
     code, output = andon("data", "show", str(tmp_path), "--windows=0", cwd=foreign)
     assert code == 1 and "metrics.jsonl cannot be read" in output and "Traceback" not in output, output
-
-
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_generated_text_is_raw_only_where_no_terminal_obeys_it(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants import Mutant
 
 BOARD = "board/test_board.py::"
+VIEWERS = "board/test_viewers.py::"
+PAGE = "board/test_board_page.py::"
 LEDGER = "membership/test_ledger.py::"
 DISK = "checkpoint/test_disk_trouble.py::"
 
@@ -96,9 +98,28 @@ MUTANTS = [
         "fault-in-the-command-to-try",
         "The command to try after a halt injects the fault again.",
         "run/screen/ending.py",
-        'elif not word.startswith("--fault="):',
-        "else:",
+        'if option not in ("--fault", "--resume"):',
+        'if option != "--resume":',
         ("commands/test_run_commands.py::test_a_halt_fits_one_screen_and_the_command_to_try_has_no_fault",),
+    ),
+    Mutant(
+        "resume-none-in-the-command-to-try",
+        "The command to try after a halt begins a new run.",
+        "run/screen/ending.py",
+        'if option not in ("--fault", "--resume"):',
+        'if option != "--fault":',
+        (
+            "commands/test_run_commands.py::test_a_halt_fits_one_screen_and_the_command_to_try_has_no_fault",
+            "cluster/test_interrupt.py::test_ctrl_c_saves_once_and_leaves_and_the_same_command_goes_on",
+        ),
+    ),
+    Mutant(
+        "note-colours-the-display",
+        "The style of a note applies to the live display.",
+        "run/screen/terminal.py",
+        "super().print(*texts, **settings)",
+        "super().print(*objects, style=style, markup=markup, **settings)",
+        ("commands/test_terminal.py::test_a_note_changes_nothing_of_what_is_shown_live",),
     ),
     Mutant(
         "lines-into-a-removed-file",
@@ -181,7 +202,7 @@ MUTANTS = [
         "board/feed.py",
         "        with self.lock:\n            return self._curve(first, last, points)\n",
         "        return self._curve(first, last, points)\n",
-        (f"{BOARD}test_a_viewer_reads_no_history_that_is_changing",),
+        (f"{VIEWERS}test_a_viewer_reads_no_history_that_is_changing",),
     ),
     Mutant(
         "prometheus-while-it-changes",
@@ -189,7 +210,7 @@ MUTANTS = [
         "board/prometheus.py",
         "        with feed.lock:\n            samples = list(_samples(feed))\n",
         "        samples = list(_samples(feed))\n",
-        (f"{BOARD}test_no_history_changes_while_prometheus_reads_it",),
+        (f"{VIEWERS}test_no_history_changes_while_prometheus_reads_it",),
     ),
     Mutant(
         "an-error-ends-the-news",
@@ -197,7 +218,7 @@ MUTANTS = [
         "board/app.py",
         "            except Exception:",
         "            except OSError:",
-        (f"{BOARD}test_viewers_get_what_follows_an_error_and_what_others_have_read",),
+        (f"{VIEWERS}test_viewers_get_what_follows_an_error_and_what_others_have_read",),
     ),
     Mutant(
         "read-by-others-is-no-news",
@@ -206,6 +227,46 @@ MUTANTS = [
         "            try:\n                await asyncio.to_thread(feed.advance)\n",
         "            known = feed.edition, feed.number\n            try:\n"
         "                await asyncio.to_thread(feed.advance)\n",
-        (f"{BOARD}test_viewers_get_what_follows_an_error_and_what_others_have_read",),
+        (f"{VIEWERS}test_viewers_get_what_follows_an_error_and_what_others_have_read",),
+    ),
+    Mutant(
+        "the-last-answer-wins",
+        "The page shows the run whose answer comes last, not the one that was chosen last.",
+        "board/page/board.js",
+        "  if (key !== page.key) return; // another run was chosen meanwhile\n",
+        "",
+        (f"{PAGE}test_the_run_that_was_chosen_last_is_shown_whichever_answer_comes_last",),
+    ),
+    Mutant(
+        "zoomed-into-another-run",
+        "The page shows the zoomed curve of a run that is not chosen any more.",
+        "board/page/board.js",
+        "  if (wanted !== page.range) return; // another range or run was chosen meanwhile\n",
+        "",
+        (f"{PAGE}test_the_run_that_was_chosen_last_is_shown_whichever_answer_comes_last",),
+    ),
+    Mutant(
+        "list-of-the-past",
+        "The list of runs stays as it was when the page was loaded.",
+        "board/page/board.js",
+        "  showRuns();\n  setTimeout(refreshRuns, RUNS_MILLISECONDS);\n",
+        "  showRuns();\n",
+        (f"{PAGE}test_runs_that_begin_and_end_are_listed_without_loading_the_page_again",),
+    ),
+    Mutant(
+        "focus-is-lost",
+        "The list of runs takes the focus away whenever it changes.",
+        "board/page/board.js",
+        "  if (focused) $(focused)?.focus({ preventScroll: true });\n",
+        "",
+        (f"{PAGE}test_runs_that_begin_and_end_are_listed_without_loading_the_page_again",),
+    ),
+    Mutant(
+        "wrong-token-is-not-said",
+        "After a wrong token the form is empty and says nothing.",
+        "board/app.py",
+        'data = data.replace(b" hidden>", b">")',
+        "pass",
+        (f"{PAGE}test_a_wrong_token_is_called_that",),
     ),
 ]

@@ -1,5 +1,7 @@
 """What a user sees during a run: progress, samples, notes; plain lines without a terminal. And errors."""
 
+import shlex
+import sys
 import time
 
 from rich.console import Console, Group, RenderableType
@@ -12,7 +14,7 @@ from rich.table import Table
 from andon.config.schema import RunSettings
 from andon.errors import UserError, harmless
 from andon.run.records.events import Event
-from andon.run.screen.ending import first_causes, show_halt, show_summary
+from andon.run.screen.ending import first_causes, resuming_command, show_halt, show_summary
 from andon.run.screen.terminal import Terminal
 
 STEP_FACTS = ("loss", "accuracy", "tokens/s", "answers/s", "MFU", "lr", "grad norm")
@@ -65,7 +67,8 @@ class Display:
             self._live = None
 
     def _print(self, text: str, style: str) -> None:
-        self.console.print(text, style=style, markup=False, soft_wrap=True)
+        # Without a wrap the live display would be cut as well.
+        self.console.print(text, style=style, markup=False, soft_wrap=not self._live)
 
     def _on_note(self, event: Event) -> None:
         self._print(event["text"], "dim")
@@ -141,7 +144,10 @@ class Display:
 
     def _on_stopped(self, event: Event) -> None:
         self.close()
-        self.console.print(f"Stopped and saved at step {event['step']:,}. The same command resumes from there.")
+        again, command = resuming_command(sys.argv[1:]), shlex.join(["andon", *sys.argv[1:]])
+        how = "The same command resumes from there." if again == command else f"Resume from there: {again}"
+        what = f"Stopped and saved at step {event['step']:,}."
+        self.console.print(f"{what} {how}", soft_wrap=True, markup=False)
 
     def _on_halt(self, event: Event) -> None:
         self.close()

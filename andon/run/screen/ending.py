@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Column, Table
 
+from andon.checkpoint.disk.listing import newest
 from andon.config.schema import RunSettings
 from andon.run.records.events import Event
 from andon.run.screen.terminal import human_bytes, human_count
@@ -41,7 +42,8 @@ def show_halt(console: Console, config: RunSettings, event: Event) -> None:
         option = "--samples" if isinstance(samples[0], str) else "--windows"
         named = shlex.join([str(config.run.dir), option, ",".join(map(str, samples[:8]))])
         todo.append(("look at the samples", f"andon data show {named}"))
-    command = same_command(sys.argv[1:])
+    saved = event["sound"] or newest(config.run.dir / "checkpoints") is not None
+    command = resuming_command(sys.argv[1:], saved)
     todo.append(("go on from there", command))
     if event["sound"] and not config.group.server:  # a gradient server would halt as well
         todo.append(("skip such steps", f"{command} --on_nonfinite skip"))
@@ -76,14 +78,18 @@ def _and_more(parts: list[str], separator: str = ", ") -> str:
     return separator.join(parts)
 
 
-def same_command(arguments: Sequence[str]) -> str:
-    """The command with these arguments, without its injected faults."""
+def resuming_command(arguments: Sequence[str], saved: bool = True) -> str:
+    """The command that resumes a run which was started with these arguments: without its injected faults, without
+    `--resume none`, and without the checkpoint of another run once the run has `saved` one."""
     kept, words = [], iter(arguments)
     for word in words:
-        if word == "--fault":
-            next(words, "")
-        elif not word.startswith("--fault="):
+        option, equals, value = word.partition("=")
+        if option not in ("--fault", "--resume"):
             kept.append(word)
+            continue
+        given = [word] if equals else [word, next(words, "")]
+        if option == "--resume" and not saved and (value or given[-1]) != "none":
+            kept += given
     return shlex.join(["andon", *kept])
 
 
