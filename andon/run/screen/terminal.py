@@ -55,13 +55,12 @@ class Terminal(Console):
         stream = sys.stderr if stderr else sys.stdout
         super().__init__(file=LastingOutput(stream) if lasting else stream, highlight=False, emoji=False)  # type: ignore[arg-type]
 
-    def print(self, *objects: Any, style: str | None = None, markup: bool | None = None, **settings: Any) -> None:
+    def print(self, *objects: Any, **settings: Any) -> None:
         """Print; style and markup apply to these texts alone: rich would apply them to a live display below as well."""
-        texts = [
-            self.render_str(each, style=style or "", markup=markup) if isinstance(each, str) else each
-            for each in objects
-        ]
-        super().print(*texts, **settings)
+        own = {"style": settings.pop("style", None) or "", "markup": settings.pop("markup", None)}
+        super().print(
+            *(self.render_str(each, **own) if isinstance(each, str) else each for each in objects), **settings
+        )
 
     def render_str(self, text: str, **settings: Any) -> Text:
         """Rich calls this for every text that it prints."""
