@@ -304,7 +304,7 @@ def test_the_attention_kernels_compute_what_torch_computes(
         assert out[-1, length // 2].isnan().any() and torch.autograd.grad(out, bad, gradient)[0].isnan().any()
 
 
-def test_the_probe_of_a_gpu_is_the_same_every_time_and_includes_the_kernels_of_compiled_models() -> None:
+def test_the_probe_of_a_gpu_is_the_same_every_time_and_includes_the_kind_of_gpu() -> None:
     device = torch.device("cuda", 0)
     probe = take_probe(device)
     assert probe == take_probe(device) and list(probe) == [*OPERATIONS, *ON_GPU]

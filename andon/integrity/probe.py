@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from andon.errors import UserError
 from andon.integrity.fingerprint import blame_by_majority
-from andon.model.loss import loss_of_chunk, product_f32
+from andon.model.loss import product_f32
 from andon.transport.base import Group
 
 Probe = Mapping[str, str]
@@ -89,6 +89,8 @@ def _matrix_products(device: torch.device) -> list[Tensor]:
     if device.type == "cuda":  # as compiled blocks multiply
         gradient, inputs = _numbers(device, 512, 384).bfloat16(), _numbers(device, 512, 128, seed=7).bfloat16()
         found.append(product_f32(gradient.t(), inputs))
+        left, right = _numbers(device, 2048, 1024).bfloat16(), _numbers(device, 1024, 4096, seed=7).bfloat16()
+        found.append(left @ right)
     return found
 
 
@@ -154,27 +156,8 @@ def _convolution(device: torch.device) -> list[Tensor]:
     return _with_gradients(lambda x, f: F.max_pool2d(F.conv2d(x, f, padding=1), 2), images, filters)
 
 
-def _own_kernels(device: torch.device) -> list[Tensor]:
-    """The kernels of compiled models for bf16, and a product as large as theirs."""
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        return []
-    from andon.model.gpu import attention_kernel, gated_kernel  # need triton
-
-    def bf16(*shape: int, seed: int = 1) -> Tensor:
-        return _numbers(device, *shape, seed=seed).bfloat16()
-
-    positions = _numbers(device, 128, 64, seed=3), _numbers(device, 128, 64, seed=4)
-    kept = attention_kernel.forward(bf16(2, 128, 4, 64), *positions, 1)
-    gradient = attention_kernel.backward(bf16(2, 128, 2, 64, seed=2), *kept, positions, 1)
-    both, hidden = bf16(64, 384), bf16(64, 192)
-    for_both = torch.empty_like(both)
-    gated_kernel.launch(both, bf16(64, 192, seed=2), for_both, hidden)
-    loss = loss_of_chunk(bf16(64, 128), bf16(1000, 128, seed=2), torch.arange(64, device=device))
-    return [*kept, gradient, for_both, hidden, *loss, bf16(2048, 1024) @ bf16(1024, 4096, seed=2)]
-
-
 def _kind(device: torch.device) -> list[Tensor]:
-    """What kernels and their order of addition are chosen by."""
+    """What determines the kernels of a GPU, also those of compiled models, which take long to compile for a probe."""
     import triton
 
     card = torch.cuda.get_device_properties(device)
@@ -194,6 +177,5 @@ OPERATIONS: Final[Mapping[str, Callable[[torch.device], list[Tensor]]]] = {
     "convolution": _convolution,
 }
 ON_GPU: Final[Mapping[str, Callable[[torch.device], list[Tensor]]]] = {
-    "Andon's kernels": _own_kernels,
-    "the kind of GPU, or the version of torch or triton": _kind,
+    "the kind of GPU, or the version of torch or triton": _kind
 }
