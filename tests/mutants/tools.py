@@ -117,7 +117,7 @@ MUTANTS = [
         "note-colours-the-display",
         "The style of a note applies to the live display.",
         "run/screen/terminal.py",
-        "super().print(*(self.render_str(each, **own) if isinstance(each, str) else each for each in objects), **settings)",
+        "super().print(*texts, **settings)",
         "super().print(*objects, **own, **settings)",
         ("commands/test_terminal.py::test_a_note_changes_nothing_of_what_is_shown_live",),
     ),

@@ -58,9 +58,8 @@ class Terminal(Console):
     def print(self, *objects: Any, **settings: Any) -> None:
         """Print; style and markup apply to these texts alone: rich would apply them to a live display below as well."""
         own = {"style": settings.pop("style", None) or "", "markup": settings.pop("markup", None)}
-        super().print(
-            *(self.render_str(each, **own) if isinstance(each, str) else each for each in objects), **settings
-        )
+        texts = [self.render_str(each, **own) if isinstance(each, str) else each for each in objects]
+        super().print(*texts, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
         """Rich calls this for every text that it prints."""
