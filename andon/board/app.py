@@ -116,9 +116,12 @@ def make_app(folders: list[Path], token: str | None) -> ASGIApp:
 
     async def static(request: Request) -> Response:
         name = PAGE[request.url.path]
+        data = (page / name).read_bytes()
         if name == "index.html":
             board.expect()
-        return Response((page / name).read_bytes(), media_type=TYPES[Path(name).suffix])
+        elif name == "login.html" and "wrong" in request.query_params:
+            data = data.replace(b" hidden>", b">")
+        return Response(data, media_type=TYPES[Path(name).suffix])
 
     async def feed_of(request: Request) -> Feed:
         feed = await board.feed(request.path_params["run"])

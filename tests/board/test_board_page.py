@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, Route
 
 from tests import ROOT
 from tests.board.browser import chromium, page_of, until
-from tests.board.test_board import begin, board, event, step, write
+from tests.board.test_board import TOKEN, begin, board, event, step, write
 from tests.kit.runs import SMALL, events, start, wait_for_step, workers_of
 
 IMAGES = ROOT / "docs" / "images"
@@ -225,3 +225,64 @@ def test_the_page_works_by_keyboard_and_tells_a_screen_reader_what_it_shows(brow
         assert unnamed == 0
         page.locator("summary").click()
         until(page, "document.querySelectorAll('#loss-table tr').length > 20")
+
+
+def test_the_run_that_was_chosen_last_is_shown_whichever_answer_comes_last(browser: Browser, tmp_path: Path) -> None:
+    held: list[Route] = []
+    for name, after in (("one", 0), ("two", 0), ("three", 900)):
+        write(tmp_path / name, [*begin(), *(step(n) for n in range(1, 301)), event("done", 40 + after, step=300)])
+    with board(tmp_path, "--bind=127.0.0.1:0") as url, page_of(browser, url) as page:
+        heading = "document.querySelector('h1').textContent"
+        until(page, f"{heading} === 'three'")
+        keys = {run["name"]: run["key"] for run in page.evaluate("fetch('/api/runs').then(answer => answer.json())")}
+        order = sorted(keys)
+        page.route(f"**/api/runs/{keys['one']}", lambda route: held.append(route))
+        page.keyboard.press(f"Digit{order.index('one') + 1}")
+        page.keyboard.press(f"Digit{order.index('two') + 1}")
+        until(page, f"{heading} === 'two'")
+        with page.expect_response(lambda answer: answer.url.endswith(keys["one"])) as answered:
+            held.pop().continue_()
+        answered.value.finished()
+        assert page.evaluate(heading) == "two" and page.evaluate("location.hash") == f"#{keys['two']}"
+        page.route("**/curve?*", lambda route: held.append(route))
+        page.locator("#loss-chart").focus()
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("+")
+        page.keyboard.press(f"Digit{order.index('three') + 1}")
+        until(page, f"{heading} === 'three'")
+        before = points(page)
+        with page.expect_response(lambda answer: "/curve?" in answer.url) as answered:
+            held.pop().continue_()
+        answered.value.finished()
+        page.keyboard.press("t")  # it draws all again
+        assert points(page) == before == 300 and page.locator("#reset").is_hidden()
+
+
+def test_runs_that_begin_and_end_are_listed_without_loading_the_page_again(browser: Browser, tmp_path: Path) -> None:
+    write(tmp_path / "one", [*begin(), step(1)])
+    write(tmp_path / "two", [*begin(after=9), step(200)])
+    with board(tmp_path, "--bind=127.0.0.1:0") as url, page_of(browser, url) as page:
+        script = page.evaluate("fetch('/board.js').then(answer => answer.text())")
+        faster = script.replace("RUNS_MILLISECONDS = 10_000", "RUNS_MILLISECONDS = 100")
+        assert faster != script
+        page.route("**/board.js", lambda route: route.fulfill(body=faster, content_type="text/javascript"))
+        page.reload()
+        page.locator(".run button", has_text="one").focus()
+        write(tmp_path / "one", [event("done", 40, step=1)], "a")
+        write(tmp_path / "three", [*begin(), step(1)])
+        until(page, "document.querySelectorAll('.run').length === 3 && document.querySelector('.run.done')")
+        assert page.evaluate("document.activeElement.textContent") == "one"
+
+
+def test_a_wrong_token_is_called_that(browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANDON_TOKEN", TOKEN)
+    write(tmp_path / "run", [*begin(), step(1)])
+    with board(tmp_path, "--bind=127.0.0.2:0") as url, page_of(browser, url) as page:
+        assert page.locator("#wrong").is_hidden()
+        page.locator("#token").fill("a wrong token")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#wrong:not([hidden])")
+        assert page.locator("#wrong").inner_text() == "This is not the token of the run."
+        page.locator("#token").fill(TOKEN)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#lamps li")

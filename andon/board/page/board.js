@@ -4,7 +4,7 @@ import { $, lampText, make, showFigures, showHalt, showLamps, showLanes, showNot
 
 const COLORS = ["--optimizer", "--save", "--backward", "--exchange", "--forward"];
 const OPTIONAL = ["mfu", "accuracy"], SMALL = ["tokens_per_s", "grad_norm", "lr", ...OPTIONAL];
-const MOST_POINTS = 2400;
+const MOST_POINTS = 2400, RUNS_MILLISECONDS = 10_000;
 const page = { runs: [], key: "", run: null, compared: new Map(), range: null, zoomed: null, log: null, stream: null, drawn: 0 };
 
 async function fetchJson(path) {
@@ -14,11 +14,14 @@ async function fetchJson(path) {
   return answer.json();
 }
 const linkState = (text, lamp) => { $("link").textContent = text; $("link").className = lamp; };
+const showFailure = error => linkState(error.message, "waiting");
 
 async function open(key) {
   page.stream?.close();
   page.key = key;
-  page.run = await fetchJson(`/api/runs/${key}`);
+  const run = await fetchJson(`/api/runs/${key}`);
+  if (key !== page.key) return; // another run was chosen meanwhile
+  page.run = Object.assign(run, { key });
   page.zoomed = null;
   if (page.range) await zoom(page.range);
   render();
@@ -29,11 +32,11 @@ async function open(key) {
 function listen() {
   page.stream?.close();
   if (document.hidden || !page.run) return;
-  const stream = page.stream = new EventSource(`/api/runs/${page.key}/stream?after=${page.run.cursor}`);
+  const run = page.run, stream = page.stream = new EventSource(`/api/runs/${run.key}/stream?after=${run.cursor}`);
   stream.onopen = () => linkState("live", "running");
   stream.onerror = () => linkState(stream.readyState === EventSource.CLOSED ? "not connected" : "reconnecting", "waiting");
-  stream.onmessage = message => { page.run.cursor = message.lastEventId; merge(page.run, JSON.parse(message.data)); render(isDue()); };
-  stream.addEventListener("reload", () => open(page.key));
+  stream.onmessage = message => { run.cursor = message.lastEventId; merge(run, JSON.parse(message.data)); render(isDue()); };
+  stream.addEventListener("reload", () => open(page.key).catch(showFailure));
 }
 
 // Whether to redraw the curves. Drawing takes processor time from training, and a long curve changes little in a second.
@@ -65,14 +68,16 @@ function merge(run, delta) {
   if (rows) {
     for (const name in rows) if (!(name in curve) && rows[name].some(value => value != null)) curve[name] = curve.step.map((_, i) => curve[name.replace(/_(low|high)$/, "")]?.[i] ?? null);
     for (const name in curve) curve[name].push(...(rows[name] ?? rows[name.replace(/_(low|high)$/, "")] ?? rows.step.map(() => null)));
-    if (curve.step.length > MOST_POINTS) fetchJson(`/api/runs/${page.key}/curve?from=0&to=1e15`).then(whole => { run.curve = whole; render(); });
+    if (curve.step.length > MOST_POINTS) fetchJson(`/api/runs/${run.key}/curve?from=0&to=1e15`).then(whole => { run.curve = whole; render(); });
   }
   if (strip) run.strip = [...run.strip, ...strip].slice(-160);
 }
 
 async function zoom(range) {
-  page.range = range && range[1] - range[0] >= 2 ? range : null;
-  page.zoomed = page.range && await fetchJson(`/api/runs/${page.key}/curve?from=${page.range[0]}&to=${page.range[1]}`);
+  const wanted = page.range = range && range[1] - range[0] >= 2 ? range : null;
+  const found = wanted && await fetchJson(`/api/runs/${page.run.key}/curve?from=${wanted[0]}&to=${wanted[1]}`);
+  if (wanted !== page.range) return; // another range or run was chosen meanwhile
+  page.zoomed = found;
   render();
 }
 
@@ -152,27 +157,35 @@ function showTable() {
 }
 
 function showRuns() {
+  const focused = $("runs").contains(document.activeElement) && document.activeElement.id;
   $("runs").hidden = page.runs.length < 2;
   let next = 0;
   $("runs").replaceChildren(...page.runs.map((run, i) => {
     const item = make("div", { class: `run ${run.state} ${run.key === page.key ? "now" : ""}` });
-    const name = make("button", { "aria-current": run.key === page.key ? "true" : null, title: `${run.name}: ${run.state}, step ${count(run.step)} (${i + 1})` }, make("i", { class: "dot", "aria-hidden": "true" }), make("span", {}, run.name));
+    const name = make("button", { id: `run-${run.key}`, "aria-current": run.key === page.key ? "true" : null, title: `${run.name}: ${run.state}, step ${count(run.step)} (${i + 1})` }, make("i", { class: "dot", "aria-hidden": "true" }), make("span", {}, run.name));
     name.onclick = () => choose(run.key);
     item.append(name);
     if (run.key !== page.key) {
-      const on = page.compared.has(run.key), add = make("button", { class: "add", "aria-pressed": String(on), "aria-label": `compare with ${run.name}`, title: "Compare" }, on ? "●" : "+");
+      const on = page.compared.has(run.key), add = make("button", { id: `add-${run.key}`, class: "add", "aria-pressed": String(on), "aria-label": `compare with ${run.name}`, title: "Compare" }, on ? "●" : "+");
       if (on) add.style.setProperty("--series", `var(${COLORS[next++ % COLORS.length]})`);
       add.onclick = () => compare(run);
       item.append(add);
     }
     return item;
   }));
+  if (focused) $(focused)?.focus({ preventScroll: true });
+}
+async function refreshRuns() {
+  setTimeout(refreshRuns, RUNS_MILLISECONDS);
+  if (document.hidden) return;
+  page.runs = await fetchJson("/api/runs").catch(() => page.runs); // the state of the link says that nobody answers
+  showRuns();
 }
 async function choose(key) {
   page.compared.delete(key);
   page.range = null;
   location.hash = key;
-  await open(key);
+  await open(key).catch(showFailure);
   showRuns();
 }
 async function compare(run) {
@@ -200,7 +213,7 @@ $("log").onclick = toggleLog;
 $("reset").onclick = () => zoom(null);
 $("loss-table").closest("details").addEventListener("toggle", showTable);
 document.addEventListener("keydown", event => {
-  if (event.ctrlKey || event.metaKey || event.altKey || $("help").open) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || $("help").open || !page.run) return;
   const digit = /^Digit([1-9])$/.exec(event.code)?.[1], run = page.runs[digit - 1];
   if (run && event.shiftKey && run.key !== page.key) compare(run);
   else if (run && !event.shiftKey) choose(run.key);
@@ -222,5 +235,6 @@ async function begin() {
   if (!wanted) { $("name").textContent = "No run yet"; $("state").textContent = "This page shows the first run when it starts."; setTimeout(begin, 2000); return; }
   await open(wanted.key);
   showRuns();
+  setTimeout(refreshRuns, RUNS_MILLISECONDS);
 }
 begin().catch(error => { $("name").textContent = "The board does not answer"; $("state").textContent = error.message; });
