@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,7 @@ from andon.control.token import FILE, VARIABLE, Credentials, new_token, token_of
 from andon.errors import EXIT_HALTED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from andon.files import expand
 from andon.numerics import kernels
+from andon.run.records.aside import moved_aside
 from andon.run.records.events import Emit, Event, Recorder, event, last_step
 from andon.run.records.folder import RunFolder, read_mark
 from andon.run.records.ledger import Ledger
@@ -48,6 +50,7 @@ C = TypeVar("C", bound=RunSettings)
 WORKER = ("-m", "andon.cluster.worker")
 PORT = 29411
 """The default port of a coordinator."""
+RESIZE_SECONDS = 0.2  # between looks at whether `andon resize` was called
 
 
 def train(config: RunSettings, resume: str, console: Console) -> int:
@@ -108,12 +111,11 @@ def run_folder(config: RunSettings, resume: str, console: Console) -> Iterator[t
     show_plan(console, config)
     with contextlib.closing(RunFolder(config.run.dir)) as folder:
         folder.take()
+        report = partial(console.print, style="dim", soft_wrap=True, markup=False)
+        fresh = moved_aside(folder, inputs(config), report) if resume == "none" else contextlib.nullcontext()
         try:
-            if resume == "none" and (aside := folder.move_aside(inputs(config))):
-                with contextlib.suppress(FileNotFoundError):  # workers have copies of the token
-                    (aside / FILE).rename(folder.folder / FILE)
-                console.print(f"The earlier run is now in {aside}", style="dim")
-            yield folder, folder.resume_from(resume)
+            with fresh:
+                yield folder, folder.resume_from(resume)
         except OSError as error:
             what = f"The run's folder {folder.folder} cannot be used"
             cause = f"{error.strerror} at {error.filename}" if error.filename else str(error.strerror)
@@ -184,7 +186,7 @@ def _coordinate(
             assert listener
             save_on_signal(save, signal.default_int_handler)
             _invite(config, coordinator, listener.tls, console)
-            code = coordinator.wait()
+            code = _wait(coordinator, new_size)
         else:
 
             def start(number: int, log: Path) -> Process:
@@ -192,9 +194,7 @@ def _coordinate(
 
             workers = stack.enter_context(Workers(start, logs, config.restarts))
             save_on_signal(save, workers.quit)
-            requested = RequestedWorkers(folder.folder)
-            if transport.goes_on:
-                workers.new_size = lambda: requested.changed(config.workers, config.train.slots)
+            workers.new_size = new_size
             workers.start(config.workers)
             code = workers.wait(coordinator)
     if workers and workers.was_quit:
@@ -240,6 +240,15 @@ def _invite(config: RunSettings, coordinator: Coordinator, tls: Tls | None, cons
     if tls:
         command, token = f"{command} --tls-ca CA", f"{token}, and TLS as here"
     console.print(f"Waiting for {config.workers} workers: {command}   ({token})", soft_wrap=True, highlight=False)
+
+
+def _wait(coordinator: Coordinator, new_size: Callable[[], int | None]) -> int:
+    """Wait until a run whose workers are started separately has ended; `new_size` is what `andon resize` asks for."""
+    while not coordinator.ended:
+        if coordinator.begun and not coordinator.succession.over and (wanted := new_size()):
+            coordinator.resize(wanted)
+        time.sleep(RESIZE_SECONDS)
+    return coordinator.wait()
 
 
 def _goes_on(config: RunSettings, folder: RunFolder, checkpoint: Path | None, stack: contextlib.ExitStack) -> GoesOn:

@@ -259,11 +259,28 @@ def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     assert "is not a checkpoint" in refused("--resume=nowhere", cwd=tmp_path)
 
 
-def test_a_fresh_run_moves_the_earlier_one_aside(tmp_path: Path) -> None:
+def test_a_fresh_run_moves_the_earlier_one_aside_and_nothing_else(tmp_path: Path) -> None:
     first = train("--train.steps=2", cwd=tmp_path)
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
     again = train("--train.steps=2", "--resume=none", cwd=tmp_path)
     assert again["weights_blake3"] == first["weights_blake3"]
-    assert (tmp_path / "run.1" / "summary.json").exists()
+    assert (tmp_path / "run.1" / "summary.json").exists() and not (tmp_path / "run.1" / "thesis.txt").exists()
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_fresh_run_that_cannot_begin_leaves_the_earlier_one_where_it_is(tmp_path: Path) -> None:
+    train("--train.steps=2", cwd=tmp_path)
+    for name in ("token", "thesis.txt"):
+        (tmp_path / "run" / name).write_text("mine")
+    before = {path.name for path in (tmp_path / "run").iterdir()}
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    for wrong in ("--model.vocab=10", "nowhere.txt"):
+        output = refused("--resume=none", wrong, cwd=tmp_path)
+        assert "the earlier one is in" in output, output
+        assert {path.name for path in tmp_path.iterdir()} == {"cache", "run"}
+        assert {path.name for path in (tmp_path / "run").iterdir()} == before
+    assert (tmp_path / "run" / "logs" / "rank-0.log").read_text().startswith(log)
+    assert train("--train.steps=2", cwd=tmp_path)["step"] == 2
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from andon.config.load import keys, load
 from andon.run.screen.ending import resuming_command
 from tests.board.test_board import begin, event, step, write
 from tests.kit.group_harness import busy
-from tests.kit.runs import SMALL, andon, finish, start, summary, train, wait_for_step
+from tests.kit.runs import SMALL, andon, events, finish, start, summary, train, wait_for_step
 
 
 def test_a_running_run_is_listed_and_stopped_as_by_ctrl_c(tmp_path: Path) -> None:
@@ -32,6 +33,32 @@ def test_a_running_run_is_listed_and_stopped_as_by_ctrl_c(tmp_path: Path) -> Non
     assert process.returncode == 4
     code, output = andon("stop", "runs/one", cwd=tmp_path)
     assert code == 1 and "No run is live in runs/one" in output and len(output.splitlines()) == 3
+
+
+def test_resize_lets_another_worker_join_a_coordinators_run(tmp_path: Path) -> None:
+    options = ["--workers=1", "--train.steps=100000", "--checkpoint.every=0", "--eval.every=0", "--run.dir=run"]
+    process = start("coordinator", *SMALL, *options, "--bind=127.0.0.1:0", cwd=tmp_path)
+    assert process.stdout
+    while not (found := re.search(r"andon (worker \S+ --token-file \S+)", line := process.stdout.readline())):
+        assert line, "the coordinator ended"
+    first = start(*found[1].split(), cwd=tmp_path)
+    wait_for_step(tmp_path / "run", 1, first)
+    assert andon("resize", "run", "2", cwd=tmp_path)[0] == 0
+    wait_for_event(tmp_path / "run", "note", "wants 2 workers")
+    second = start(*found[1].split(), cwd=tmp_path)
+    wait_for_event(tmp_path / "run", "generation", "'workers': 2")
+    assert andon("resize", "run", "1", cwd=tmp_path)[0] == 0
+    wait_for_event(tmp_path / "run", "generation", "'workers': 1")
+    process.terminate()
+    assert [finish(each) and each.returncode for each in (process, first, second)] == [4, 4, 0]
+
+
+def wait_for_event(folder: Path, kind: str, text: str) -> None:
+    """Wait until a run has recorded an event that contains a text."""
+    until = time.monotonic() + 60 * busy()
+    while not any(text in str(each) for each in events(folder, kind)):
+        assert time.monotonic() < until, text
+        time.sleep(0.01)
 
 
 def test_a_curve_is_drawn_in_the_terminal_and_as_a_png(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ BOARD = "board/test_board.py::"
 VIEWERS = "board/test_viewers.py::"
 PAGE = "board/test_board_page.py::"
 LEDGER = "membership/test_ledger.py::"
+BAD_INPUT = "commands/test_bad_input.py::"
 DISK = "checkpoint/test_disk_trouble.py::"
 
 MUTANTS = [
@@ -112,6 +113,30 @@ MUTANTS = [
             "commands/test_run_commands.py::test_a_halt_fits_one_screen_and_the_command_to_try_has_no_fault",
             "cluster/test_interrupt.py::test_ctrl_c_saves_once_and_leaves_and_the_same_command_goes_on",
         ),
+    ),
+    Mutant(
+        "coordinator-is-not-resized",
+        "A coordinator does not read what `andon resize` asks for.",
+        "cluster/launch.py",
+        "            coordinator.resize(wanted)\n",
+        "            pass\n",
+        ("commands/test_run_commands.py::test_resize_lets_another_worker_join_a_coordinators_run",),
+    ),
+    Mutant(
+        "other-files-moved-aside",
+        "A new run moves all files of the folder aside.",
+        "run/records/aside.py",
+        "        if path.name not in MOVED:\n",
+        "        if not MOVED:\n",
+        (f"{BAD_INPUT}test_a_fresh_run_moves_the_earlier_one_aside_and_nothing_else",),
+    ),
+    Mutant(
+        "earlier-run-stays-aside",
+        "If a new run cannot begin, the earlier one stays aside.",
+        "run/records/aside.py",
+        '        if not (here / "config.yaml").exists():',
+        '        if not (aside / "config.yaml").exists():',
+        (f"{BAD_INPUT}test_a_fresh_run_that_cannot_begin_leaves_the_earlier_one_where_it_is",),
     ),
     Mutant(
         "note-colours-the-display",

@@ -270,8 +270,8 @@ MUTANTS = [
     Mutant(
         "model-moved-aside",
         "A new run moves the folder aside in which its own model is.",
-        "cluster/launch.py",
-        "folder.move_aside(inputs(config))",
+        "run/records/aside.py",
+        "folder.move_aside(inputs)",
         "folder.move_aside()",
         ("finetune/test_finetune_runs.py::test_what_is_still_needed_is_not_replaced",),
     ),
