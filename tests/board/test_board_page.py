@@ -258,6 +258,19 @@ def test_the_run_that_was_chosen_last_is_shown_whichever_answer_comes_last(brows
         assert points(page) == before == 300 and page.locator("#reset").is_hidden()
 
 
+def test_a_run_before_its_first_step_does_not_show_the_curves_of_another_one(browser: Browser, tmp_path: Path) -> None:
+    write(tmp_path / "begins", begin())
+    write(tmp_path / "trains", [*begin(after=9), *(step(n) for n in range(1, 31))])
+    with board(tmp_path, "--bind=127.0.0.1:0") as url, page_of(browser, url) as page:
+        page.wait_for_selector("#loss-chart canvas")
+        page.locator(".run button", has_text="begins").first.click()
+        page.wait_for_selector("#loss-chart", state="hidden")
+        assert page.locator("#c-lr").is_hidden()
+        write(tmp_path / "begins", [step(1), step(2)], "a")
+        page.wait_for_selector("#loss-chart canvas")
+        until(page, "document.querySelector('#loss-chart').dataset.points == 2")
+
+
 def test_runs_that_begin_and_end_are_listed_without_loading_the_page_again(browser: Browser, tmp_path: Path) -> None:
     write(tmp_path / "one", [*begin(), step(1)])
     write(tmp_path / "two", [*begin(after=9), step(200)])

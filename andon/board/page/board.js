@@ -128,6 +128,8 @@ function render(curves = true) {
   document.querySelector(".strip").hidden = !run.strip.length;
   if (isSeen(document.querySelector(".strip"))) showStrip(run.strip);
   if (run.lanes.length) showLanes(run.lanes, run.generations, run.status);
+  document.querySelector(".lanes").hidden = !run.lanes.length;
+  document.querySelector("main").classList.toggle("before-steps", !curve.step.length);
   const view = page.zoomed ?? curve, options = { range: page.range };
   if (!curve.step.length) return;
   lossChart.show(lossLines(), { ...options, rule: run.status.floor ?? null, log: isLog() });
