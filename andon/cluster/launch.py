@@ -180,8 +180,13 @@ def _coordinate(
             "resume": str(checkpoint) if checkpoint else None,
             "log": str(logs),
         }
-        bind = partial(Coordinator, job, config.workers, on_event, credentials, goes_on=goes_on)
+        bind = partial(Coordinator, job, config.workers, on_event, credentials, goes_on)
         coordinator = stack.enter_context(contextlib.closing(_listen(bind, listener or Listener(LOOPBACK, 0), emit)))
+        requested = RequestedWorkers(folder.folder)
+
+        def new_size() -> int | None:
+            return requested.changed(config.workers, config.train.slots) if transport.goes_on else None
+
         if begin is None:
             assert listener
             save_on_signal(save, signal.default_int_handler)

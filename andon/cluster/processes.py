@@ -109,7 +109,7 @@ class Workers:
             if coordinator.begun and not succession.over and (wanted := self.new_size()):
                 self._resize(wanted, coordinator)
                 codes = {number: code for number, code in codes.items() if number >= wanted}
-            goes_on = succession.goes_on if coordinator.begun else None
+            goes_on = coordinator.begun and succession.goes_on.possible
             if goes_on:
                 self._kill_lost(coordinator)
             failed = worst(codes.values()) not in (0, EXIT_STOPPED)
@@ -118,7 +118,7 @@ class Workers:
                 if goes_on:
                     self._kill_late(succession.processes)
             alive = len(self.processes) - len(codes)
-            if goes_on and not succession.over and alive < min(goes_on.least, self.wanted):
+            if goes_on and not succession.over and alive < min(succession.goes_on.least, self.wanted):
                 coordinator.end(f"{len(codes)} of {len(self.processes)} workers are lost, and not started again")
             try:
                 number, process, code = self._exits.get(timeout=POLL_SECONDS)
@@ -132,7 +132,7 @@ class Workers:
                 codes[number] = 0
             elif process is self.processes[number] and not self._restart(number, code, coordinator):
                 codes[number] = self._exit_code(number, code, process.pid in succession.processes)
-        return worst((self._codes_of_members(coordinator) if succession.goes_on else []) or codes.values())
+        return worst((self._codes_of_members(coordinator) if succession.goes_on.possible else []) or codes.values())
 
     def _exit_code(self, number: int, code: int, is_member: bool) -> int:
         """Translate the exit code of a worker for the run, and remember the first failure.

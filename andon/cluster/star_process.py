@@ -24,44 +24,57 @@ from andon.transport.keys import SERVER
 from andon.transport.tcp.entrance.tls import Tls
 
 START_SECONDS = 120.0  # loading torch from a slow disk may take this long
-ANSWER_SECONDS = 2.0
+ANSWER_SECONDS = 20.0
 
 
 class StarProcess:
-    """Starts the server and makes it serve one generation after the other; a process that has died is replaced."""
+    """Starts the server and makes it serve one generation after the other; a process that has ended is replaced."""
 
     def __init__(self, host: str, timeout: float, credentials: Credentials) -> None:
         self.host, self.timeout, self.credentials = host, timeout, credentials
-        self._process = self._start()
+        self._closed = False
+        self._serving = threading.Lock()  # held while a thread waits for answers of the process
+        self._start()
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> None:
         command = [sys.executable, "-m", "andon.cluster.star_process", self.host, str(self.timeout)]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        if self._closed:  # by another thread, which has killed the process before
+            self._process.kill()
         token, secret, tls = self.credentials.token, self.credentials.secret.hex(), self.credentials.tls
-        _send(process, {"token": token, "secret": secret, "tls": asdict(tls) if tls else None})
-        if not _answer(process, START_SECONDS):  # it has loaded torch then: later answers must be quick
-            process.kill()
-            process.communicate()
+        _send(self._process, {"token": token, "secret": secret, "tls": asdict(tls) if tls else None})
+        if not _answer(self._process, START_SECONDS):  # it has loaded torch then: later answers are quick
+            self._end()
             cause = f"Its process has ended, or has not loaded torch within {START_SECONDS:.0f} s"
             raise UserError("The server of the star does not start", cause, "Try --group.transport ring")
-        return process
 
     def serve(self, generation: int, world_size: int) -> tuple[str, int]:
         """Serve a generation; returns the server's host and port."""
-        if self._process.poll() is not None:
-            self.close()
-            self._process = self._start()
-        _send(self._process, [generation, world_size])
-        line = _answer(self._process, ANSWER_SECONDS)
+        with self._serving:
+            line = self._ask(generation, world_size)
+            if not line and not self._closed:
+                self._end()
+                self._start()
+                line = self._ask(generation, world_size)
         address = json.loads(line) if line else "Its process has ended, or does not answer"
         if isinstance(address, str):
             remedy = "Choose an address of this machine, or try --group.transport ring"
             raise UserError(f"The server of the star cannot listen at {self.host}", address, remedy)
         return address[0], address[1]
 
+    def _ask(self, generation: int, world_size: int) -> str:
+        _send(self._process, [generation, world_size])
+        return _answer(self._process, ANSWER_SECONDS)
+
     def close(self) -> None:
-        """End the process."""
+        """End the process; a thread that waits in `serve` gets an error."""
+        self._closed = True
+        self._process.kill()
+        with self._serving:
+            self._end()
+
+    def _end(self) -> None:
         self._process.kill()
         self._process.communicate()
 

@@ -56,12 +56,12 @@ class Admission:
         if hello["version"] != VERSION:
             self._refuse(worker, f"the coordinator runs Andon {VERSION}, it runs {hello['version'][:20]}")
         elif succession.begun and not succession.takes_more:
-            self._refuse(worker, self._why_full)
+            self._refuse_surplus(worker)
         elif worker.place in succession.quarantine:
             self._refuse(worker, f"workers on {worker.host} were lost again and again")
         else:
             worker.phase, worker.local_rank = Phase.PREPARING, free_local_rank(self.workers.values(), worker)
-            how = {"goes_on": bool(succession.goes_on), "joins": succession.begun, "local_rank": worker.local_rank}
+            how = {"goes_on": succession.goes_on.possible, "joins": succession.begun, "local_rank": worker.local_rank}
             worker.link.queue("job", **self.job, **how)
 
     def _greet_again(self, worker: Worker, again: Message) -> None:
@@ -102,15 +102,18 @@ class Admission:
             self._refuse(worker, "its data is not the coordinator's")
         elif succession.begun:
             if succession.stopping or not succession.takes_more:
-                self._refuse(worker, self._why_full)
+                self._refuse_surplus(worker)
                 return
             worker.phase = Phase.WAITING
             worker.link.queue("welcome", rank=-1, world_size=world_size)
             succession.ready(worker)
         elif (rank := free_rank([member.rank for member in self.members()], world_size, worker)) is None:
+            if len(self.members()) == world_size:
+                self._refuse_surplus(worker)
+                return
             folder = self.job.get("config", {}).get("run", {}).get("dir")
             blind = f"only rank 0 is left, which writes checkpoints, and it cannot see {folder}: give it --folder"
-            self._refuse(worker, self._why_full if len(self.members()) == world_size else blind)
+            self._refuse(worker, blind)
         else:
             worker.phase, worker.rank = Phase.MEMBER, rank
             worker.link.queue("welcome", rank=rank, world_size=world_size)
@@ -120,13 +123,16 @@ class Admission:
             else:
                 succession.ready(worker)
 
-    @property
-    def _why_full(self) -> str:
-        ends = self._succession.over or self._succession.stopping
-        return "the run ends" if ends else f"all {self._succession.generations.wanted} ranks are taken"
+    def _refuse_surplus(self, worker: Worker) -> None:
+        """Refuse a worker that is in order, but not needed."""
+        if self._succession.over or self._succession.stopping:
+            self._refuse(worker, "the run ends", remedy="Start the worker again if the run is started again")
+        else:
+            taken = f"all {self._succession.generations.wanted} ranks are taken"
+            self._refuse(worker, taken, remedy="Start the worker again when one of them is free")
 
-    def _refuse(self, worker: Worker, reason: str) -> None:
+    def _refuse(self, worker: Worker, reason: str, **remedy: str) -> None:
         self._emit(event("note", text=f"a worker on {worker.host} was refused: {reason}"))
-        worker.link.queue("refused", reason=reason)
+        worker.link.queue("refused", reason=reason, **remedy)
         del self.workers[worker.link]
         self._loop.dismiss(worker.link)

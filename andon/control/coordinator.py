@@ -33,7 +33,7 @@ from andon.transport.tcp.frames import Hello
 POLL_SECONDS = 0.5  # a wait without a timeout would not let Python handle signals
 OTHERS_SECONDS = DEAD_AFTER + 1.0  # time for the others to find out by themselves why a rank has stopped
 END_SECONDS = 10.0  # time for the others to report the loss of a rank and to leave
-FROM_MEMBER = ("value", "store", "event", "commit", "back", "part", "failed", "bye")
+FROM_MEMBER = ("value", "store", "event", "commit", "back", "part", "failed")
 RESUMES = "Start all of them again: they resume from the newest checkpoint"
 
 
@@ -46,14 +46,12 @@ class Coordinator:
         world_size: int,
         on_event: Emit,
         credentials: Credentials,
+        goes_on: GoesOn,
         bind: tuple[str, int] = ("127.0.0.1", 0),
-        goes_on: GoesOn | None = None,
     ) -> None:
         self._credentials = credentials
         self._recording = Recording(on_event, self._cannot_record)
         self._emit = self._recording.emit
-        self.succession = Succession(world_size, goes_on, credentials, self._emit)
-        self.failures: list[UserError] = []
         self.codes: list[int] = []
         """The exit codes of the workers that have left for good."""
         self.lost_since: dict[tuple[Place, int], float] = {}
@@ -69,6 +67,8 @@ class Coordinator:
         listener = listen(bind, backlog=world_size + 128)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._loop = Loop(self, "andon-coordinator")
+        self.succession = Succession(world_size, goes_on, credentials, self._emit, self._loop.wake)
+        self.failures = self.succession.failures
         self._admission = Admission(job, self.succession, self._loop, self._emit)
         self._workers = self._admission.workers
         self._reception: Reception[Hello] = Reception(
@@ -109,7 +109,8 @@ class Coordinator:
     def may_return(self, place: Place, process: int) -> bool:
         """Whether a launcher's worker that has ended may be started again; any thread may call it."""
         succession = self.succession
-        if not succession.goes_on or not self.begun or succession.over or succession.stopping or self.failures:
+        ends = succession.over or succession.stopping or self.failures
+        if not succession.goes_on.possible or not self.begun or ends:
             return False
         if process not in self._admission.processes:  # it had no link whose end would have been noticed
             self.note(f"A worker on {place[0]} was lost before it sent anything")
@@ -202,7 +203,7 @@ class Coordinator:
             return
         text = succession.lose(worker, why, self._stragglers.at_step)
         self.lost_since[worker.place, worker.pid] = time.monotonic()
-        if not succession.goes_on:
+        if not succession.goes_on.possible:
             cause = "Its process died, its machine stopped, or the network between them failed"
             self.failures.append(UserError(text, cause, RESUMES))
             self._leave(worker, EXIT_USER_ERROR)
@@ -224,6 +225,8 @@ class Coordinator:
             if isinstance(silence, int | float) and 0 < silence <= MAX_SILENCE_SECONDS:
                 link.last_seen += silence
             self._stragglers.on_heartbeat(worker, message, self._workers.values())
+        elif kind == "bye":
+            self._say_goodbye(worker, message["code"])
         elif worker.phase is Phase.MEMBER and kind in FROM_MEMBER:
             self._serve(worker, message)
         else:
@@ -253,15 +256,17 @@ class Coordinator:
             case "failed":
                 if self.begun and len(self.failures) <= self.succession.generations.wanted:
                     self.failures.append(UserError(message["what"], message["cause"], message["remedy"]))
-            case "bye":
-                del self._workers[worker.link]
-                self._loop.drop(worker.link)
-                if self.begun:
-                    if message["code"] not in (0, EXIT_HALTED, EXIT_STOPPED):
-                        self._failed = self._failed or (worker, time.monotonic())
-                    self._leave(worker, message["code"])
-                else:
-                    self.succession.generations.lose(worker)
+
+    def _say_goodbye(self, worker: Worker, code: int) -> None:
+        """A worker leaves in an orderly way; the code of one that takes part counts."""
+        del self._workers[worker.link]
+        self._loop.drop(worker.link)
+        if not self.begun or worker.phase is not Phase.MEMBER:
+            self.succession.generations.lose(worker)
+            return
+        if code not in (0, EXIT_HALTED, EXIT_STOPPED):
+            self._failed = self._failed or (worker, time.monotonic())
+        self._leave(worker, code)
 
     def _emit_once(self, event: Event) -> None:
         """Emit a member's event, unless it repeats one: each generation reports the start of the run, and does again a

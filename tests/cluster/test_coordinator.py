@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -27,13 +27,11 @@ from andon.cluster.worker import in_own_folder
 from andon.config.load import build
 from andon.control import coordinator as coordinator_module
 from andon.control import stragglers as stragglers_module
-from andon.control.coordinator import Coordinator
 from andon.control.files import Receiver
-from andon.control.generations.succession import GoesOn
 from andon.control.link import ControlLink
 from andon.control.members import Worker, addresses
 from andon.control.stragglers import Stragglers
-from andon.control.token import Credentials, token_of_run
+from andon.control.token import token_of_run
 from andon.control.worker import client as client_module
 from andon.control.worker.join import join
 from andon.data.build import Corpus, prepare
@@ -43,15 +41,14 @@ from andon.errors import UserError
 from andon.finetune.base import Base
 from andon.finetune.samples.sample_set import SampleSet
 from andon.finetune.samples.tokenize import prepare_samples
-from andon.run.records.ledger import Ledger
 from andon.transport.base import PeerLost, ProtocolError
+from tests.cluster.coordinators import JOB, TOKEN, coordinator_of, members_of
 from tests.finetune.tuning import endings, make_model, tune_config
 from tests.kit.group_harness import busy
 from tests.kit.runs import SMALL, andon, events, soak, start, summary, train, wait_for_step
 from tests.kit.thread_group import thread_groups
 
 STEPS = ["--train.steps=8"]
-TOKEN = "the token of the tests"
 
 
 @pytest.fixture(autouse=True)
@@ -317,13 +314,6 @@ def test_a_coordinator_resumes_where_its_run_was_stopped(tmp_path: Path, answer:
     assert (tmp_path / "run.1").exists()  # --resume none moves the earlier run aside
 
 
-JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark", "tokens": "nowhere"}
-
-
-def credentials() -> Credentials:
-    return Credentials(TOKEN)
-
-
 @pytest.mark.parametrize(
     ("ends", "code", "failures"),
     [
@@ -342,13 +332,8 @@ def test_the_worst_end_of_a_worker_is_the_end_of_the_run(
     ends: list[int | None], code: int, failures: list[str]
 ) -> None:
     """None: its connection ends without a goodbye."""
-    with closing(Coordinator(JOB, 2, lambda event: None, credentials())) as coordinator:
-        clients = [join(coordinator.address, TOKEN, rank)[1] for rank in range(2)]
-        for client in clients:
-            client.enter({"data": "digest", "folder": "mark"})
-        assert all(client.wait_for_generation() for client in clients)
-        for client, how in zip(clients, ends, strict=True):
-            client._leaving = True  # it must not end the tests when the other one is lost
+    with coordinator_of(2) as coordinator:
+        for client, how in zip(members_of(coordinator, 2), ends, strict=True):
             if how is None:
                 client.close()
             else:
@@ -362,7 +347,7 @@ def test_the_worst_end_of_a_worker_is_the_end_of_the_run(
 @pytest.mark.parametrize("says_goodbye", [False, True])
 def test_a_rank_that_is_lost_before_the_run_begins_is_free_again(says_goodbye: bool) -> None:
     said: list[str] = []
-    with closing(Coordinator(JOB, 2, lambda event: said.append(json.dumps(event)), credentials())) as coordinator:
+    with coordinator_of(2, lambda event: said.append(json.dumps(event))) as coordinator:
         first, second, third = (join(coordinator.address, TOKEN, None)[1] for _ in range(3))
         first.enter({"data": "digest", "folder": "mark"})
         until = time.monotonic() + 10
@@ -385,12 +370,8 @@ def test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(coordinator_module, "OTHERS_SECONDS", 0.5)
-    with closing(Coordinator(JOB, 2, lambda event: None, credentials())) as coordinator:
-        waits, fails = clients = [join(coordinator.address, TOKEN, rank)[1] for rank in range(2)]
-        for client in clients:
-            client.enter({"data": "digest", "folder": "mark"})
-        assert all(client.wait_for_generation() for client in clients)
-        waits._leaving = True  # being told must not end the tests
+    with coordinator_of(2) as coordinator:
+        waits, fails = members_of(coordinator, 2)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(waits.exchange, "ring", "here")
             fails.fail("Rank 1 stopped: ImportError", "An unexpected error", "Look there")
@@ -449,7 +430,7 @@ def test_under_torchrun_ranks_with_other_tokens_do_not_train(tmp_path: Path, mon
 def test_a_worker_without_the_data_receives_it_from_the_coordinator_and_keeps_it(tmp_path: Path) -> None:
     tokens = prepare(Corpus(stories_count=300, vocab_size=300), tmp_path / "theirs")
     job = {**JOB, "data": tokens.digest, "tokens": str(tokens.folder)}
-    with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
+    with coordinator_of(1, job=job) as coordinator:
         _, client = join(coordinator.address, TOKEN, None)
         received = receive(tmp_path / "mine", tokens.digest, client.fetch, TokenSet.open)
         client.enter({"data": received.digest, "folder": "mark"})
@@ -466,7 +447,7 @@ def test_a_worker_receives_the_samples_of_a_fine_tuning(tmp_path: Path) -> None:
     config = tune_config(make_model(tmp_path / "model"), endings(tmp_path / "ends.jsonl", 12))
     samples = prepare_samples(config, Base(config.model))
     job = {**JOB, "data": samples.digest, "tokens": str(samples.folder)}
-    with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
+    with coordinator_of(1, job=job) as coordinator:
         _, client = join(coordinator.address, TOKEN, None)
         received = receive(tmp_path / "mine", samples.digest, client.fetch, SampleSet.open)
         client.enter({"data": received.digest, "folder": "mark"})
@@ -492,7 +473,7 @@ def test_data_that_arrives_faster_than_the_disk_takes_it_waits_outside(
         write(receiver, piece)
 
     monkeypatch.setattr(Receiver, "write", write_slowly)
-    with closing(Coordinator({**JOB, "tokens": str(tmp_path / "theirs")}, 1, lambda event: None, credentials())) as one:
+    with coordinator_of(1, job={**JOB, "tokens": str(tmp_path / "theirs")}) as one:
         _, client = join(one.address, TOKEN, None)
         assert client.fetch(tmp_path / "mine") == 30 << 20
         client.close()
@@ -502,7 +483,7 @@ def test_data_that_arrives_faster_than_the_disk_takes_it_waits_outside(
 def test_what_arrives_with_another_digest_is_not_kept(tmp_path: Path) -> None:
     tokens = prepare(Corpus(stories_count=300, vocab_size=300), tmp_path / "theirs")
     job = {**JOB, "data": "0" * 64, "tokens": str(tokens.folder)}
-    with closing(Coordinator(job, 1, lambda event: None, credentials())) as coordinator:
+    with coordinator_of(1, job=job) as coordinator:
         _, client = join(coordinator.address, TOKEN, None)
         with pytest.raises(UserError, match="did not arrive intact"):
             receive(tmp_path / "mine", "0" * 64, client.fetch, TokenSet.open)
@@ -538,9 +519,8 @@ def member(rank: int, machine: str, remote: str, local: str) -> Worker:
     return Worker(cast(ControlLink, link), rank=rank, machine=machine)
 
 
-def test_a_worker_keeps_its_gpu_and_one_that_replaces_it_gets_the_same(tmp_path: Path) -> None:
-    goes_on = GoesOn(1, 60.0, Ledger(tmp_path, 0))
-    with closing(Coordinator(JOB, 3, lambda event: None, credentials(), goes_on=goes_on)) as coordinator:
+def test_a_worker_keeps_its_gpu_and_one_that_replaces_it_gets_the_same() -> None:
+    with coordinator_of(3, goes_on=True) as coordinator:
         clients = [join(coordinator.address, TOKEN, number)[1] for number in (2, 0, None)]
         assert [client.local_rank for client in clients] == [2, 0, 1]
         for client in clients:
@@ -581,7 +561,7 @@ def test_a_straggler_is_named_once_with_how_much_it_is_slower() -> None:
 def test_ranks_that_have_not_joined_are_named_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stragglers_module, "LATE_SECONDS", 0.5)
     notes: queue.SimpleQueue[str] = queue.SimpleQueue()
-    with closing(Coordinator(JOB, 3, lambda event: notes.put(event.get("text", "")), credentials())) as coordinator:
+    with coordinator_of(3, lambda event: notes.put(event.get("text", ""))) as coordinator:
         time.sleep(1.2)  # nobody waits for anyone yet
         _, client = join(coordinator.address, TOKEN, 1)
         client.enter({"data": "digest", "folder": "mark"})

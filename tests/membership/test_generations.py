@@ -210,7 +210,8 @@ class Model:
     def begin_or_change(self) -> None:
         there = self.coordinator
         released = there.released
-        if members := there.next():
+        if there.following:
+            members = there.next()
             for name in released:
                 self.workers[name].received += (("end",),)
             self.groups[there.number], self.told = tuple(members), frozenset()
@@ -365,7 +366,7 @@ def test_no_generation_begins_after_a_member_has_come_to_the_end() -> None:
     there.leave("first")
     there.part("second")
     there.ready("third")
-    assert there.next() is None
+    assert there.following is None
 
 
 def test_nothing_is_sent_when_everyone_has_everything() -> None:

@@ -189,6 +189,19 @@ def test_workers_outlive_the_process_that_forked_them_and_others_are_forked_by_a
     stop(process, folder)
 
 
+def test_a_run_goes_on_with_another_server_when_that_of_its_star_dies(tmp_path: Path) -> None:
+    options = ["--workers=2", "--group.transport=star", "--train.steps=100000", "--eval.every=0", *OFF]
+    folder, process = tmp_path / "run", run_of(tmp_path, *options)
+    (server,) = {*psutil.Process(process.pid).children()} - {fork_server_of(process)}
+    server.kill()
+    wait_for_generation(folder, process, 2)
+    at = time.time()
+    wait_for(process, lambda: steps_after(folder, at)[3:])
+    step, _ = stop(process, folder)
+    assert not events(folder, "lost"), "no worker is lost with it"
+    assert_undisturbed(tmp_path, step, *OFF)
+
+
 def test_a_worker_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     folder, process = tmp_path / "run", run_of(tmp_path, "--workers=2", "--train.steps=100000", "--eval.every=0", *OFF)
     stopped = members_of(process, folder)[0]

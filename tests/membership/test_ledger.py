@@ -250,7 +250,8 @@ def test_a_worker_that_says_twice_that_it_has_left_leaves_one_generation(tmp_pat
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         link = ControlLink(server.accept()[0], FROM_WORKER)
         ledger, said = Ledger(tmp_path, 0), list[Event]()
-        succession = Succession(1, GoesOn(1, 60.0, ledger), Credentials("the token of the tests"), said.append)
+        credentials = Credentials("the token of the tests")
+        succession = Succession(1, GoesOn(1, 60.0, ledger), credentials, said.append, wake=lambda: None)
         worker = Worker(link, Phase.WAITING, "here")
         succession.ready(worker)
         for _ in range(2):  # once more when its coordinator is back, which may have heard it before

@@ -203,8 +203,8 @@ MUTANTS = [
         "failure-not-told",
         "Nobody is told of a rank that fails before the group is open.",
         "control/coordinator.py",
-        'if message["code"] not in (0, EXIT_HALTED, EXIT_STOPPED):',
-        'if message["code"] > 255:',
+        "if code not in (0, EXIT_HALTED, EXIT_STOPPED):",
+        "if code > 255:",
         (
             "cluster/test_coordinator.py::test_a_rank_that_fails_before_the_group_is_open_is_named_to_those_who_wait_for_it",
         ),

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from andon.control.coordinator import Coordinator
-from andon.control.token import Credentials
 from andon.control.worker.join import join
 from andon.transport.base import ProtocolError
 from andon.transport.keys import SERVER, LinkKeys
@@ -28,13 +27,12 @@ from andon.transport.tcp.entrance.handshake import prove
 from andon.transport.tcp.frames import Challenge, Hello, Operation, decode, frame
 from andon.transport.tcp.star_server import checked_operation
 from andon.version import VERSION
+from tests.cluster.coordinators import TOKEN, coordinator_of
 
 SEED = int(os.environ.get("ANDON_SOAK_SEED", "1"))
 COUNT = int(os.environ.get("ANDON_SOAK_COUNT") or "100000")
 COUNTS = [200, pytest.param(COUNT, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
-TOKEN = "the token of the tests"
 SECONDS = 20.0
-JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark"}
 Attack = Callable[[random.Random], None]
 
 
@@ -123,7 +121,7 @@ def no_thread_fails() -> Iterator[None]:
 
 @contextmanager
 def door(world_size: int) -> Iterator[Coordinator]:
-    with no_thread_fails(), closing(Coordinator(JOB, world_size, lambda event: None, Credentials(TOKEN))) as found:
+    with no_thread_fails(), coordinator_of(world_size) as found:
         yield found
         clients = [join(found.address, TOKEN, None)[1] for _ in range(world_size)]
         for client in clients:

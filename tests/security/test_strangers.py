@@ -21,8 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from andon.control.coordinator import Coordinator
-from andon.control.token import Credentials, read_token, token_of_run, token_of_worker
+from andon.control.token import read_token, token_of_run, token_of_worker
 from andon.control.worker.client import CoordinatorClient
 from andon.control.worker.join import join
 from andon.errors import UserError
@@ -34,11 +33,11 @@ from andon.transport.tcp.entrance import handshake, reception
 from andon.transport.tcp.entrance.handshake import NotAuthenticated
 from andon.transport.tcp.frames import Accepted, Challenge, Hello, Operation, decode, frame
 from andon.transport.tcp.star_server import checked_operation
+from tests import ROOT
+from tests.cluster.coordinators import TOKEN, coordinator_of
 from tests.kit.runs import SMALL, events_so_far, listening, soak, start, wait_for_step, workers_of
 from tests.protocol2.plain_peers import PlainSocket
 
-TOKEN = "the token of the tests"
-JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark"}
 SECONDS = 20.0
 
 
@@ -47,9 +46,9 @@ class Door:
 
     def __init__(self, world_size: int = 1) -> None:
         self.lines: list[str] = []
-        self.coordinator = Coordinator(
-            JOB, world_size, lambda event: self.lines.append(json.dumps(event)), Credentials(TOKEN)
-        )
+        self._stack = ExitStack()
+        opened = coordinator_of(world_size, lambda event: self.lines.append(json.dumps(event)))
+        self.coordinator = self._stack.enter_context(opened)
         self.address = self.coordinator.address
 
     def said(self, text: str) -> int:
@@ -68,7 +67,7 @@ class Door:
         return self.coordinator.wait() == 0
 
     def close(self) -> None:
-        self.coordinator.close()
+        self._stack.close()
 
 
 @pytest.fixture
@@ -287,23 +286,22 @@ def test_a_thousand_idle_connections_keep_no_worker_out(door: Door) -> None:
 
 FULL = """
 import json, os, resource, sys
-from andon.control.coordinator import Coordinator
-from andon.control.token import Credentials
+from tests.cluster.coordinators import coordinator_of
 lines = []
-job = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark"}
 tell = lambda event: lines.append(event["text"]) if "text" in event else None
-coordinator = Coordinator(job, 1, tell, Credentials(sys.argv[1]))
-used = len(os.listdir("/proc/self/fd"))
-resource.setrlimit(resource.RLIMIT_NOFILE, (used + 5, used + 5))
-print(coordinator.address[1], flush=True)
-sys.stdin.readline()
-print(json.dumps(lines), coordinator.wait(), flush=True)
+with coordinator_of(1, tell) as coordinator:
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 5, used + 5))
+    print(coordinator.address[1], flush=True)
+    sys.stdin.readline()
+    print(json.dumps(lines), coordinator.wait(), flush=True)
 """
 
 
 def test_a_full_table_of_file_descriptors_passes_and_the_door_opens_again() -> None:
-    command = [sys.executable, "-c", FULL, TOKEN]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", FULL], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdin and process.stdout
         address = ("127.0.0.1", int(process.stdout.readline()))

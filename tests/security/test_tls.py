@@ -9,14 +9,12 @@ import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from andon.control.coordinator import Coordinator
-from andon.control.token import Credentials
 from andon.control.worker.join import join
 from andon.errors import UserError
 from andon.transport.base import GroupTimeout, Settings
@@ -26,12 +24,12 @@ from andon.transport.tcp.entrance.tls import Tls
 from andon.transport.tcp.ring import RingGroup
 from andon.transport.tcp.star import StarGroup
 from andon.transport.tcp.star_server import StarServer
+from tests.cluster.coordinators import TOKEN, coordinator_of
 from tests.cluster.test_coordinator import STEPS, coordinating, end
 from tests.kit.group_harness import link_keys
 from tests.kit.runs import start, summary, train
 from tests.transport.test_ring import Seat, Table
 
-TOKEN = "the token of the tests"
 SECONDS = 20.0
 pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="needs the openssl command")
 
@@ -110,9 +108,6 @@ def test_a_star_exchanges_over_tls_and_knows_when_its_ranks_leave(ours: Tls) -> 
         serving.result(SECONDS)
 
 
-JOB = {"config": {"run": {"dir": "here"}}, "data": "digest", "folder_mark": "mark"}
-
-
 def test_strangers_without_tls_or_with_anothers_certificate_are_refused(
     ours: Tls, theirs: Tls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +117,7 @@ def test_strangers_without_tls_or_with_anothers_certificate_are_refused(
     def note(event: dict[str, object]) -> None:
         lines.append(str(event.get("text")))
 
-    with closing(Coordinator(JOB, 1, note, Credentials(TOKEN, ours))) as coordinator:
+    with coordinator_of(1, note, tls=ours) as coordinator:
         with socket.create_connection(coordinator.address, SECONDS) as plain, suppress(ConnectionResetError):
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             while plain.recv(100):
@@ -162,12 +157,11 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, ours: Tls) -> None:
 
 def test_a_silent_tls_connection_holds_up_nobody(ours: Tls) -> None:
     joined = threading.Event()
-    coordinator = Coordinator(JOB, 1, lambda event: None, Credentials(TOKEN, ours))
 
     def come() -> None:
         join(coordinator.address, TOKEN, None, ours)[1].close()
         joined.set()
 
-    with closing(coordinator), socket.create_connection(coordinator.address, SECONDS):
+    with coordinator_of(1, tls=ours) as coordinator, socket.create_connection(coordinator.address, SECONDS):
         threading.Thread(target=come, daemon=True).start()
         assert joined.wait(SECONDS)

@@ -57,7 +57,7 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         ledger = stack.enter_context(contextlib.closing(Ledger(logs.parent, 0)))
         goes_on = GoesOn(1, PATIENCE_SECONDS, ledger, possible=TRANSPORTS[fastest_here(count)].goes_on)
         job = {"data": "", "folder_mark": "", "script": _digest(script)}
-        coordinator = Coordinator(job, count, lambda event: show(event, console), credentials, goes_on=goes_on)
+        coordinator = Coordinator(job, count, lambda event: show(event, console), credentials, goes_on)
         stack.enter_context(contextlib.closing(coordinator))
         host, port = coordinator.address
         environment = {VARIABLE: credentials.token, NUMERICS: numerics, ADDRESS: f"{host}:{port}"}

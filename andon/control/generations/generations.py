@@ -85,13 +85,18 @@ class Generations(Generic[W]):
         too_many = (self.members + self.waiting)[self.wanted :]
         self.released = {worker for worker in too_many if worker in self.members}
 
-    def next(self) -> list[W] | None:
-        """Begin the next generation if possible; returns its members by rank, first those that have the run's state."""
+    @property
+    def following(self) -> list[W] | None:
+        """The members of the next generation by rank, first those that have the run's state; None: it cannot begin."""
         if self.over or self.returning or len(self.parted) < len(self.members):
             return None
         together = [worker for worker in self.members + self.waiting if worker not in self.released]
-        if len(together) < (self.needed if self.number >= 0 else self.wanted):
-            return None
+        return together if len(together) >= (self.needed if self.number >= 0 else self.wanted) else None
+
+    def next(self) -> list[W]:
+        """Begin the next generation, which must be possible; returns its members."""
+        together = self.following
+        assert together, (self.members, self.parted, self.waiting, self.over)
         self.number += 1
         self.members, self.parted, self.waiting, self.released, self.renew = together, set(), [], set(), False
         return together

@@ -1,9 +1,9 @@
 """How one generation of a run succeeds another, on the coordinator's side.
 
 `andon.control.generations.generations` decides which workers are in which generation. This file sends the messages that
-follow: members learn that one of them is lost or that a worker waits. When all have parted, the next generation is
-written to the ledger, gets its keys and its server, and begins. A run that cannot go on without a rank has one
-generation.
+follow: members learn that one of them is lost or that a worker waits. When all have parted and the star's server is
+ready, the next generation is written to the ledger, gets its keys, and begins. A run that cannot go on without a rank
+has one generation.
 """
 
 import time
@@ -13,12 +13,13 @@ from typing import Any, Final
 
 from andon.control.generations.generations import Generations
 from andon.control.generations.quarantine import STRIKES, Quarantine
+from andon.control.generations.server import NextServer, Serve
 from andon.control.link import Message
 from andon.control.members import Phase, Place, Worker, addresses
 from andon.control.store import Topics
 from andon.control.token import Credentials
 from andon.engine.gradients.order import MOST_SLOTS
-from andon.errors import sentence
+from andon.errors import UserError, sentence
 from andon.run.records.events import Emit, Event, event
 from andon.run.records.ledger import Ledger, check_record
 from andon.transport.base import ProtocolError
@@ -38,8 +39,8 @@ class GoesOn:
     patience: float
     """Seconds that a member gets to leave its group after another one has."""
     ledger: Ledger
-    server: Callable[[int, int], tuple[str, int] | None] = lambda generation, world_size: None
-    """Makes a star's server serve a generation of this world size; returns the server's address."""
+    server: Serve | None = None
+    """Makes a star's server serve a generation; None: the transport has no server."""
     reported_step: Callable[[], int] = lambda: -1
     """Reads the newest step in the recorded events, for a restarted coordinator."""
     possible: bool = True
@@ -47,13 +48,16 @@ class GoesOn:
 
 
 class Succession:
-    """Begins the generations of a run."""
+    """Begins the generations of a run; calls `wake` when `tick` has something to do."""
 
-    def __init__(self, wanted: int, goes_on: GoesOn | None, credentials: Credentials, emit: Emit) -> None:
-        self.goes_on = goes_on if goes_on and goes_on.possible else None
-        self.ledger = goes_on.ledger if goes_on else None
+    def __init__(
+        self, wanted: int, goes_on: GoesOn, credentials: Credentials, emit: Emit, wake: Callable[[], None]
+    ) -> None:
+        self.goes_on, self.ledger = goes_on, goes_on.ledger
         self.credentials, self._emit = credentials, emit
-        self.generations: Generations[Worker] = Generations(wanted, self.goes_on.least if self.goes_on else wanted)
+        self.generations: Generations[Worker] = Generations(wanted, goes_on.least if goes_on.possible else wanted)
+        self.failures: list[UserError] = []
+        """Why the run fails, the first reason first."""
         self.topics = Topics(wanted)
         self.quarantine = Quarantine()
         self.processes: set[int] = set()
@@ -64,7 +68,10 @@ class Succession:
         """The newest step in the events."""
         self.stopping = False
         """Whether the workers were asked to save and leave."""
-        self._first = self.ledger.generation + 1 if self.ledger else 0
+        self._first = self.ledger.generation + 1
+        self._server = NextServer(goes_on.server, wake)
+        self._awaits_server = False
+        """Whether the next generation begins as soon as its server is ready."""
         self._parting_since = float("inf")
         self._recorded_before, self._without_progress, self._return_by = -1, 0, float("inf")
         self._unreported_losses: dict[int, Event] = {}
@@ -83,7 +90,7 @@ class Succession:
         All members come back to a restarted coordinator, and then part: only the next generation has the keys, the
         server and the folder of this coordinator."""
         generations = self.generations
-        if not self.goes_on or not self.ledger or self.over or generation != self.ledger.generation:
+        if not self.goes_on.possible or self.over or generation != self.ledger.generation:
             return False
         if any(member.rank == rank for member in generations.members) or not 0 <= rank < len(self.ledger.hosts):
             return False
@@ -103,13 +110,13 @@ class Succession:
 
     def member_in(self, worker: Worker, generation: int) -> Worker | None:
         """The member that is the same process as a worker whose last `begin` was of this generation."""
-        if not self.ledger or generation not in (self.ledger.generation, self.ledger.generation - 1):
+        if generation not in (self.ledger.generation, self.ledger.generation - 1):
             return None
         return next((member for member in self.generations.members if member.process == worker.process), None)
 
     def resend(self, member: Worker, generation: int) -> None:
         """Send what a member whose last `begin` was of this generation may have missed with its old link."""
-        if self.ledger and generation != self.ledger.generation:
+        if generation != self.ledger.generation:
             member.link.queue("begin", **member.begin)
         if not self.generations.returning:
             why = "it was lost while the coordinator was out of reach"
@@ -130,8 +137,7 @@ class Succession:
     def _missing(self) -> list[tuple[int, str]]:
         """Ranks of the last generation, with their hosts, that are not connected."""
         present = {member.rank for member in self.generations.members}
-        hosts = self.ledger.hosts if self.ledger else []
-        return [(rank, host) for rank, host in enumerate(hosts) if rank not in present]
+        return [(rank, host) for rank, host in enumerate(self.ledger.hosts) if rank not in present]
 
     @property
     def over(self) -> bool:
@@ -146,12 +152,13 @@ class Succession:
     @property
     def waits(self) -> bool:
         """Whether no worker trains: the members have parted, and are too few to go on."""
-        return not self.over and len(self.generations.parted) == len(self.generations.members)
+        parted = len(self.generations.parted) == len(self.generations.members)
+        return parted and not self.over and not self._awaits_server
 
     @property
     def takes_more(self) -> bool:
         """Whether another worker can take part."""
-        return not self.over and not self.generations.full and (bool(self.goes_on) or not self.begun)
+        return not self.over and not self.generations.full and (self.goes_on.possible or not self.begun)
 
     def ready(self, worker: Worker) -> None:
         """A worker is ready to take part."""
@@ -160,8 +167,8 @@ class Succession:
 
     def strike(self, worker: Worker) -> None:
         """Count a worker that was lost, or that failed before it joined, against its place."""
-        steps = self.ledger.chain.step - worker.since_step if self.ledger else 0
-        if self.goes_on and self.begun and self.quarantine.strike(worker.place, steps if worker.rank >= 0 else 0):
+        steps = self.ledger.chain.step - worker.since_step if worker.rank >= 0 else 0
+        if self.goes_on.possible and self.begun and self.quarantine.strike(worker.place, steps):
             self._report_quarantined(worker.host)
 
     def strike_before_hello(self, place: Place) -> None:
@@ -176,11 +183,11 @@ class Succession:
         text = f"{sentence(worker.name)} was lost{step}: {why}"
         lost = event("lost", rank=worker.rank, host=worker.host, why=why, text=text)
         self._unreported_losses[worker.rank] = lost
-        if not self.goes_on or worker.rank in self._survivor_reasons:
+        if not self.goes_on.possible or worker.rank in self._survivor_reasons:
             self._report_lost(worker.rank)
         self.generations.lose(worker)
         self._broadcast("lost", rank=worker.rank, host=worker.host, why=why)
-        if self.goes_on:
+        if self.goes_on.possible:
             self.strike(worker)
             self.advance()
         return text
@@ -202,8 +209,8 @@ class Succession:
 
     def on_message(self, worker: Worker, message: Message) -> None:
         """Handle a member's message about generations or committed steps."""
-        if not self.ledger or (message["kind"] != "commit" and not self.goes_on):
-            raise ProtocolError(f"it sent '{message['kind']}', but this run has one generation, or no ledger")
+        if message["kind"] != "commit" and not self.goes_on.possible:
+            raise ProtocolError(f"it sent '{message['kind']}', but this run has one generation")
         match message["kind"]:
             case "part":
                 if message["generation"] == self.ledger.generation:  # it may be sent twice, the second time too late
@@ -236,13 +243,16 @@ class Succession:
         self.advance()
 
     def tick(self) -> list[Worker]:
-        """Called once a second; returns the members that have not left their group in time, though others have."""
+        """Called once a second, and after `wake`; returns the members that have not left their group in time, though
+        others have."""
         self._report_lost(*self._unreported_losses)
         if self.over:
             self._end_parted()
         if self.generations.returning and time.monotonic() > self._return_by:
             self._end_return()
-        if not self.goes_on or time.monotonic() - self._parting_since < self.goes_on.patience:
+        if self._awaits_server and (self.begun or not self.stopping):
+            self.advance()
+        if not self.goes_on.possible or time.monotonic() - self._parting_since < self.goes_on.patience:
             return []
         self._parting_since = float("inf")
         return self._not_parted()
@@ -255,16 +265,28 @@ class Succession:
             return
         if generations.parted and self._not_parted():
             self._parting_since = min(self._parting_since, time.monotonic())
-        released = generations.released
-        if members := generations.next():
-            for worker in released:
-                worker.link.queue("end", released=1)
-            self._begin(members)
+        self._awaits_server = False
+        if members := generations.following:
+            self._begin_if_served(len(members))
         elif generations.change_is_due:
             self._broadcast("change", released=len(generations.released))
         elif self.begun and len(generations.parted) == len(generations.members) < generations.needed:
             present = f"{len(generations.members)} of at least {generations.needed} are there"
             self._emit(event("note", text=f"Waiting for workers: {present}"))
+
+    def _begin_if_served(self, size: int) -> None:
+        """Begin the next generation, unless its server still has to be started: then `tick` tries again."""
+        try:
+            self._awaits_server = not self._server.is_ready(self._first + self.generations.number + 1, size)
+        except UserError as error:
+            self.failures.append(error)
+            self.end(error.what)
+            self._end_parted()
+            return
+        if not self._awaits_server:
+            for worker in self.generations.released:
+                worker.link.queue("end", released=1)
+            self._begin(self.generations.next())
 
     def _begin(self, members: list[Worker]) -> None:
         """Begin a generation; rank 0 is a worker that sees the run's folder, the others keep their order."""
@@ -274,22 +296,20 @@ class Succession:
         self._report_lost(*self._unreported_losses)
         self._survivor_reasons.clear()
         generation, size = self._first + self.generations.number, len(members)
-        if first and self.ledger:
+        if first:
             self.ledger.start()
-        recorded = self.ledger.chain.step if self.ledger else 0
+        recorded = self.ledger.chain.step
         if not self._makes_progress(recorded):
             return
         hosts = [worker.host for worker in members]
-        if self.ledger:
-            self.ledger.begin(generation, hosts)
-        server = self.goes_on.server(generation, size) if self.goes_on else None
+        self.ledger.begin(generation, hosts)
         self.topics, self.processes = Topics(size), {worker.pid for worker in members}
         for rank, worker in enumerate(members):
             joins, worker.phase, worker.rank = worker.phase is Phase.WAITING, Phase.MEMBER, rank
             if joins:
                 worker.since_step = recorded
                 self._emit(event("worker", rank=rank, pid=worker.pid, host=worker.host))
-        common = {"generation": generation, "world_size": size, "hosts": hosts, "server": server}
+        common = {"generation": generation, "world_size": size, "hosts": hosts, "server": self._server.address}
         common |= {"recorded": recorded, "later": int(not first)}
         for worker, address in zip(members, addresses(members), strict=True):
             issued = self.credentials.issue(worker.rank, size, generation).keys
