@@ -11,7 +11,8 @@ bytes. The dialogue:
   worker       ready    "I have data with this digest"
   coordinator  welcome  "you will be this rank, in a world of this size"   (rank -1: you get your rank when the next
                         generation begins)
-  coordinator  refused  "you cannot take part, for this reason"   (at any time before the worker has a rank)
+  coordinator  refused  "you cannot take part, for this reason; try this"   (at any time before the worker has a rank;
+                        a remedy only if the worker has nothing to correct)
   coordinator  begin    "this generation begins: this is your rank, the world size, the hosts of all ranks, your
                         address, the keys of your links and the star's server; the ledger has recorded this step;
                         this is not the first generation (later), so another rank may have the run's state"
@@ -41,6 +42,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Final
 
 from andon.errors import shown
@@ -123,8 +125,11 @@ class ControlLink:
         self._received = bytearray()
 
     def queue(self, kind: str, **fields: Any) -> None:
-        """Queue a message."""
-        self.queue_frame(bytes([TAG]) + json.dumps({"kind": kind, **fields}).encode())
+        """Queue a message; `ValueError` if it is larger than the peer allows."""
+        payload = bytes([TAG]) + json.dumps({"kind": kind, **fields}).encode()
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message '{kind}' of {len(payload):,} bytes; at most {MAX_MESSAGE_BYTES:,} are allowed")
+        self.queue_frame(payload)
 
     def queue_frame(self, payload: bytes) -> None:
         """Queue a frame."""
@@ -150,34 +155,28 @@ class ControlLink:
         if self.waiting > MAX_WAITING_BYTES:
             raise ProtocolError(f"it does not read: {self.waiting:,} bytes wait for it")
 
-    def read(self) -> list[Message | bytes]:
-        """Return the messages that have arrived; bytes are a piece of a file."""
-        found: list[Message | bytes] = []
+    def read(self) -> Iterator[Message | bytes]:
+        """Yield the messages that have arrived, before the error that follows them; bytes are a piece of a file."""
         for _ in range(16):  # then the other links get their turn
             try:
                 data = self.socket.recv(READ_BYTES)
             except BlockingIOError:
-                break
+                return
             if not data:
-                if not found:
-                    raise ConnectionError("its connection was closed")
-                break
+                raise ConnectionError("its connection was closed")
             self.last_seen = time.monotonic()
             self._received += data
-            found += self._whole_frames()
-        return found
+            yield from self._whole_frames()
 
-    def _whole_frames(self) -> list[Message | bytes]:
-        found: list[Message | bytes] = []
-        start, received = 0, self._received
-        while len(received) - start >= LENGTH.size:
-            end = start + LENGTH.size + payload_length(received[start : start + LENGTH.size], MAX_MESSAGE_BYTES)
+    def _whole_frames(self) -> Iterator[Message | bytes]:
+        received = self._received
+        while len(received) >= LENGTH.size:
+            end = LENGTH.size + payload_length(received[: LENGTH.size], MAX_MESSAGE_BYTES)
             if len(received) < end:
-                break
-            found.append(self._decode(bytes(received[start + LENGTH.size : end])))
-            start = end
-        del received[:start]
-        return found
+                return
+            payload = bytes(received[LENGTH.size : end])
+            del received[:end]
+            yield self._decode(payload)
 
     def _decode(self, payload: bytes) -> Message | bytes:
         if payload[0] == FILE_TAG and "file" in self.allowed:

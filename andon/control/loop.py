@@ -155,8 +155,10 @@ class Loop:
     def _read(self, link: ControlLink) -> None:
         def read() -> None:
             for message in link.read():
-                if link in self.links and link not in self._dismissed:
+                if link not in self._dismissed:
                     self.owner.on_message(link, message)
+                if link not in self.links:  # the owner has dropped it
+                    return
 
         self._guarded(link, read)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants import Mutant
 
 MODEL = "membership/test_generations.py::test_every_interleaving_keeps_the_promises"
+STAR = "cluster/test_star_server.py"
+LINKS = "cluster/test_control_links.py"
 GOES_ON = "membership/test_goes_on.py::test_a_killed_worker_comes_back_and_the_answer_stays"
 
 MUTANTS = [
@@ -185,5 +187,93 @@ MUTANTS = [
         "            self._bytes -= ENTRY_BYTES + len(key) + len(self._values[key])\n",
         "            pass\n",
         ("security/test_strangers.py::test_a_key_of_the_store_may_be_set_any_number_of_times",),
+    ),
+    Mutant(
+        "server-blocks-the-coordinator",
+        "No worker hears from the coordinator while a star's server is started.",
+        "control/generations/server.py",
+        "threading.Thread(target=self._call, args=[self._serve, asked, self._answer], daemon=True).start()",
+        "self._call(self._serve, asked, self._answer)",
+        (f"{STAR}::test_while_a_server_starts_workers_join_and_take_part_in_the_generation_that_waits_for_it",),
+    ),
+    Mutant(
+        "server-of-another-size",
+        "A generation begins with a server that serves one of another size.",
+        "control/generations/server.py",
+        "(self._answer.done() and self._asked != asked):",
+        "(self._answer.done() and self._asked[0] != generation):",
+        (f"{STAR}::test_while_a_server_starts_workers_join_and_take_part_in_the_generation_that_waits_for_it",),
+    ),
+    Mutant(
+        "stopped-while-a-server-starts",
+        "A run that is stopped while its server starts ends without a save.",
+        "control/generations/succession.py",
+        "return parted and not self.over and not self._awaits_server",
+        "return parted and not self.over",
+        (f"{STAR}::test_a_stop_while_a_server_starts_leaves_the_workers_a_generation_in_which_they_save",),
+    ),
+    Mutant(
+        "failed-server-is-a-crash",
+        "A server that does not start makes the coordinator fail.",
+        "control/generations/succession.py",
+        "except UserError as error:",
+        "except KeyError as error:",
+        (f"{STAR}::test_a_server_that_does_not_start_ends_the_run_with_its_error",),
+    ),
+    Mutant(
+        "end-waits-for-a-server",
+        "The end of a run waits for a server that hangs.",
+        "cluster/star_process.py",
+        "        self._closed = True\n        self._process.kill()\n",
+        "        self._closed = True\n",
+        (f"{STAR}::test_a_server_process_that_has_died_is_replaced_and_one_that_hangs_does_not_delay_the_end",),
+    ),
+    Mutant(
+        "reset-swallows-messages",
+        "Messages that arrive before a connection breaks are lost.",
+        "control/loop.py",
+        "for message in link.read():",
+        "for message in list(link.read()):",
+        (f"{LINKS}::test_what_arrives_before_a_link_breaks_counts",),
+    ),
+    Mutant(
+        "large-message-is-sent",
+        "A message is sent that the peer refuses for its size.",
+        "control/link.py",
+        "if len(payload) > MAX_MESSAGE_BYTES:",
+        "if len(payload) < 0:",
+        (f"{LINKS}::test_a_message_that_is_too_large_is_refused_where_it_is_sent",),
+    ),
+    Mutant(
+        "records-in-one-message",
+        "All steps that a worker reports at once are in one message, however large it is.",
+        "control/worker/client.py",
+        '        for record in records:\n            self.send("commit", records=[record])\n',
+        '        self.send("commit", records=list(records))\n',
+        (f"{LINKS}::test_steps_of_very_many_slots_are_reported_together",),
+    ),
+    Mutant(
+        "only-members-say-goodbye",
+        "A worker that waits when the run ends breaks the protocol by leaving.",
+        "control/coordinator.py",
+        'elif kind == "bye":',
+        'elif kind == "bye" and worker.phase is Phase.MEMBER:',
+        (f"{LINKS}::test_a_worker_that_still_waits_when_the_run_ends_leaves_without_a_word",),
+    ),
+    Mutant(
+        "nothing-to-correct",
+        "A worker that comes when the run ends is told to correct something.",
+        "control/admission.py",
+        'self._refuse(worker, "the run ends", remedy="Start the worker again if the run is started again")',
+        'self._refuse(worker, "the run ends")',
+        (f"{LINKS}::test_a_worker_that_comes_when_the_run_ends_has_nothing_to_correct",),
+    ),
+    Mutant(
+        "reason-lost-in-a-file",
+        "The coordinator's reason is lost if it stops in the middle of a file.",
+        "control/worker/client.py",
+        'raise self._failure(piece, "receiving the data")',
+        'raise self._failure(None, "receiving the data")',
+        (f"{LINKS}::test_data_that_the_coordinator_cannot_read_is_named_in_the_middle_of_a_file",),
     ),
 ]

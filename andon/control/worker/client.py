@@ -23,7 +23,7 @@ from andon.control.link import FROM_COORDINATOR, ControlLink, Message
 from andon.control.loop import Loop
 from andon.control.worker.exit import end_soon
 from andon.control.worker.outbox import Outbox
-from andon.errors import UserError
+from andon.errors import UserError, sentence
 from andon.machine import machine_id
 from andon.run.records.events import Event
 from andon.transport.base import COORDINATOR, SOMEONE, Abortable, GroupError, GroupTimeout, PeerLost, ProtocolError
@@ -104,16 +104,21 @@ class CoordinatorClient:
     def receive(self, *expected: str, timeout: float | None = None) -> Message:
         """Wait for the next message, which must be of one of these kinds, as long as the coordinator is alive."""
         message = self._inbox.get(timeout=timeout)
-        if message is None:
-            raise PeerLost(COORDINATOR, "joining", 0.0, self._lost)
-        if isinstance(message, dict) and message["kind"] == "lost" and "lost" not in expected:
-            raise PeerLost(message["rank"], "forming the group", 0.0, message["why"])
-        if isinstance(message, bytes) or message["kind"] not in ("refused", *expected):
-            raise ProtocolError("the coordinator sent a message out of turn")
-        if message["kind"] == "refused":
-            remedy = "Correct that, then start the worker again"
-            raise UserError("The coordinator refused this worker", message["reason"], remedy)
-        return message
+        if isinstance(message, dict) and message["kind"] in expected:
+            return message
+        raise self._failure(message, "joining")
+
+    def _failure(self, message: Message | bytes | None, operation: str) -> Exception:
+        """What a message means that was not expected in this operation; None: the coordinator is lost."""
+        match message:
+            case None:
+                return PeerLost(COORDINATOR, operation, 0.0, self._lost)
+            case {"kind": "lost", "rank": rank, "why": why}:
+                return PeerLost(rank, "forming the group", 0.0, why)
+            case {"kind": "refused", "reason": reason, **more}:
+                remedy = more.get("remedy", "Correct that, then start the worker again")
+                return UserError("The coordinator refused this worker", sentence(reason), str(remedy))
+        return ProtocolError("the coordinator sent a message out of turn")
 
     def fetch(self, folder: Path) -> int:
         """Receive the data from the coordinator into a folder; returns its size in bytes."""
@@ -124,7 +129,7 @@ class CoordinatorClient:
             while receiver.received < size:
                 piece = self._inbox.get()
                 if not isinstance(piece, bytes):
-                    raise PeerLost(COORDINATOR, "receiving the data", 0.0, self._lost or "it stopped sending")
+                    raise self._failure(piece, "receiving the data")
                 receiver.write(piece)
         return receiver.received
 
@@ -200,8 +205,9 @@ class CoordinatorClient:
         self.send("event", event=event)
 
     def report(self, records: Sequence[Any]) -> None:
-        """Report committed steps, for the ledger."""
-        self.send("commit", records=list(records))
+        """Report committed steps, for the ledger; many slots of several steps are too long for one message."""
+        for record in records:
+            self.send("commit", records=[record])
 
     def went_back(self, generation: int, step: int) -> None:
         """Report that this generation goes on from the checkpoint of a step."""
