@@ -119,10 +119,9 @@ def resize(
     workers: Annotated[int, typer.Argument(help="Number of workers that the run continues with.")],
 ) -> None:
     """Change the number of workers of a live run."""
-    from andon.run.records.resize import request_workers
+    from andon.commands.runs.live import resize as change
 
-    request_workers(run, workers)
-    typer.echo(f"If {run} is live, it continues with {workers} workers after its current step")
+    change(run, workers, terminal())
 
 
 @runs_app.command()

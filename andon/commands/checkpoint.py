@@ -25,12 +25,13 @@ def find(path: Path) -> list[Path]:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if found := [checkpoint_path(folder, step) for step in steps(folder)]:
         return found
-    is_run = (path / "config.yaml").exists()
-    raise UserError(
-        f"There is no checkpoint in {path}",
-        "The run has not saved yet" if is_run else "It is not a run and contains no folder checkpoint-STEP",
-        "Wait for its first save" if is_run else "Name the folder of a run, such as runs/default",
-    )
+    is_run = (path / "config.yaml").exists() or (path / ".lock").exists()
+    if is_run:
+        cause, remedy = "The run has not saved yet", "Wait for its first save"
+    else:
+        cause = "It is not a run and contains no folder checkpoint-STEP" if path.is_dir() else "There is no such folder"
+        remedy = "Name the folder of a run, such as runs/default"
+    raise UserError(f"There is no checkpoint in {path}", cause, remedy)
 
 
 def show(path: Path, deep: bool, as_json: bool, console: Console) -> None:

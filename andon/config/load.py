@@ -28,6 +28,11 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Confi
 
 def load_run(path: Path) -> RunSettings:
     """Read the config.yaml of a run of either kind."""
+    if not path.exists():
+        cause = "It has no config.yaml: a script's run has none, and any other gets it with its first step"
+        cause = cause if path.parent.is_dir() else "There is no such folder"
+        remedy = "Name the folder of a run of `andon train` or `andon finetune`: `andon status` lists them"
+        raise UserError(f"{path.parent} has no configuration of a run", cause, remedy)
     values = read_yaml(path)
     return validate(values, FinetuneConfig) if is_finetuning(values) else build(values, {})
 

@@ -47,6 +47,14 @@ def test_every_example_gives_the_same_bits_on_one_two_and_three_workers(
     assert len(found) == 1
 
 
+def test_andon_stop_ends_a_script(tmp_path: Path) -> None:
+    process = start("run", "--workers=2", str(EXAMPLES / "resume.py"), "run", "1000000", cwd=tmp_path)
+    wait_for_checkpoint(tmp_path / "run", process)
+    code, output = andon("stop", "run", cwd=tmp_path)
+    assert code == 0 and "run stopped. The same command resumes it" in output, output
+    assert finish(process) and process.returncode == 4
+
+
 def test_ctrl_c_saves_and_exits_with_4_and_other_workers_go_on_to_the_undisturbed_digest(tmp_path: Path) -> None:
     whole = digest(run(tmp_path, 1, "resume.py", "whole", "60"))
     process = start("run", "--workers=2", str(EXAMPLES / "resume.py"), "run", "60", cwd=tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -31,8 +33,37 @@ def test_a_running_run_is_listed_and_stopped_as_by_ctrl_c(tmp_path: Path) -> Non
     assert code == 0 and "stopped at step" in output, output
     finish(process)
     assert process.returncode == 4
-    code, output = andon("stop", "runs/one", cwd=tmp_path)
-    assert code == 1 and "No run is live in runs/one" in output and len(output.splitlines()) == 3
+    for command in (("stop", "runs/one"), ("resize", "runs/one", "2")):
+        code, output = andon(*command, cwd=tmp_path)
+        assert code == 1 and "o process" in output and "holds its lock" in output and len(output.splitlines()) == 3
+
+
+def test_a_run_whose_process_has_died_has_ended(tmp_path: Path) -> None:
+    write(tmp_path / "one", [*begin(), step(1) | {"time": time.time()}])
+    (tmp_path / "one" / ".lock").write_text(f"{os.getpid()} as if an earlier process had had this id")
+
+    def state() -> str:
+        found: str = json.loads(andon("status", "one", "--json", cwd=tmp_path)[1])["state"]
+        return found
+
+    assert state() == "ended"
+    with open(tmp_path / "one" / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (tmp_path / "one" / ".lock").write_text("1 as if it were of another machine")
+        assert state() == "running"
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for command in (["resize", "mine", "2"], ["audit", "mine"], ["data", "show", "mine", "--windows=0"]):
+        code, output = andon(*command, cwd=tmp_path)
+        assert code == 1 and "mine has no configuration of a run\nIt has no config.yaml: a script's run" in output, (
+            output
+        )
+    assert "There is no such folder" in andon("audit", "nowhere", cwd=tmp_path)[1]
+    assert "There is no such folder" in andon("checkpoint", "ls", "nowhere", cwd=tmp_path)[1]
+    (tmp_path / "mine" / ".lock").touch()
+    assert "The run has not saved yet" in andon("checkpoint", "ls", "mine", cwd=tmp_path)[1]
 
 
 def test_resize_lets_another_worker_join_a_coordinators_run(tmp_path: Path) -> None:

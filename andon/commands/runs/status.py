@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 from rich.console import Console
 from rich.markup import escape
@@ -16,9 +15,9 @@ from rich.table import Column, Table
 
 from andon.board.history import COLUMNS, History, end_of, is_run, runs_in
 from andon.board.text import plain
+from andon.commands.runs.live import has_ended, holder_of
 from andon.commands.runs.plot import draw_png, draw_text
 from andon.errors import UserError
-from andon.run.records.folder import read_mark
 from andon.run.screen.terminal import human_age, human_count
 
 
@@ -29,18 +28,6 @@ def named_runs(folders: list[Path]) -> list[Path]:
             remedy = "Name the folder of a run, or one that contains runs"
             raise UserError(f"There is no folder {folder}", "A run's folder contains metrics.jsonl", remedy)
     return runs_in(folders)
-
-
-def holder_of(run: Path) -> int | None:
-    """The id of the process of this machine that trains in a folder; None if there is none."""
-    pid = read_mark(run).partition(" ")[0]
-    try:
-        process = psutil.Process(int(pid))
-        return process.pid if str((run / ".lock").resolve()) in {file.path for file in process.open_files()} else None
-    except psutil.AccessDenied:
-        return int(pid)
-    except (ValueError, psutil.NoSuchProcess):
-        return None
 
 
 def planned_steps(run: Path) -> int | None:
@@ -55,7 +42,8 @@ def glance(run: Path) -> dict[str, Any]:
     """State, step, loss and speed of a run, from the end of its metrics."""
     story, pid = end_of(run), holder_of(run)
     state = story.state_now()
-    state = "running" if pid and state in ("silent", "waiting") else state
+    if state in ("running", "silent", "waiting"):
+        state = "running" if pid else "ended" if has_ended(run) else state
     loss, speed = story.last.get("loss"), story.last.get("tokens_per_s")
     steps = story.facts.get("steps") or planned_steps(run)
     fields = {"run": str(run), "state": state, "pid": pid, "step": story.step, "steps": steps, "loss": loss}
@@ -75,7 +63,7 @@ def status(folders: list[Path], as_json: bool, console: Console) -> None:
         return
     numbers = [Column(name, justify="right") for name in ("step", "loss", "tokens/s", "last event")]
     table = Table("run", "state", *numbers, box=None)
-    styles = {"running": "green", "halted": "bold red", "silent": "yellow"}
+    styles = {"running": "green", "halted": "bold red", "silent": "yellow", "ended": "yellow"}
     for row in found:
         of = f" of {row['steps']:,}" if isinstance(row["steps"], int) else ""
         loss = f"{row['loss']:.4f}" if isinstance(row["loss"], float) else "–"
@@ -104,7 +92,8 @@ def stop(run: Path, wait: float, console: Console) -> None:
     if holder_of(run) == pid:
         remedy = f"Wait, or end it at once: kill {pid}"
         raise UserError(f"{run} has not stopped yet", f"It was signalled {wait:.0f} s ago and may be saving", remedy)
-    console.print(f"{run} stopped at step {glance(run)['step']:,}. The same command resumes it.", markup=False)
+    step = f" at step {glance(run)['step']:,}" if is_run(run) else ""  # a script's run has no metrics.jsonl
+    console.print(f"{run} stopped{step}. The same command resumes it, without --resume none", markup=False)
 
 
 def plot(run: Path, output: Path | None, key: str, console: Console) -> None:
