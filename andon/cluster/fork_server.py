@@ -38,7 +38,7 @@ class Child:
     def __init__(self, pid: int, descriptor: int, replies: socket.socket) -> None:
         self.pid, self._descriptor, self._replies = pid, descriptor, replies
         self.returncode: int | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may kill it, also while the same thread does
 
     def wait(self) -> int:
         """Wait for its end and return its exit code; that of a killed process if the fork server is gone."""

@@ -152,6 +152,30 @@ def test_a_second_ctrl_c_quits_at_once_and_leaves_no_process(tmp_path: Path) -> 
     assert not alive
 
 
+def test_a_second_ctrl_c_kills_a_worker_that_is_being_killed() -> None:
+    script = """
+import os, signal, socket
+from andon.cluster.fork_server import Child
+pid = os.fork()
+signal.alarm(10)  # a deadlock ends
+if not pid:
+    signal.pause()
+child, send = Child(pid, os.pidfd_open(pid), socket.socketpair()[0]), signal.pidfd_send_signal
+
+def interrupted(*arguments):
+    signal.pidfd_send_signal = send
+    signal.raise_signal(signal.SIGINT)
+    send(*arguments)
+
+signal.signal(signal.SIGINT, lambda *_: child.kill())
+signal.pidfd_send_signal = interrupted
+child.kill()
+print(os.WTERMSIG(os.waitpid(pid, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{signal.SIGKILL:d}\n", done
+
+
 def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     process = start_long_run(tmp_path)
     workers = workers_of(process)

@@ -360,6 +360,14 @@ MUTANTS = [
         (f"{LOSS}::test_a_step_that_is_repeated_is_saved_once",),
     ),
     Mutant(
+        "second-signal-deadlocks",
+        "A second Ctrl-C while a worker is being killed waits for itself.",
+        "cluster/fork_server.py",
+        "self._lock = threading.RLock()",
+        "self._lock = threading.Lock()",
+        ("cluster/test_interrupt.py::test_a_second_ctrl_c_kills_a_worker_that_is_being_killed",),
+    ),
+    Mutant(
         "refused-by-nobody",
         "If all workers were lost, those that differ from them are told that the others go on.",
         "cluster/scripts/group.py",
