@@ -131,14 +131,6 @@ MUTANTS = [
         ("commands/test_run_commands.py::test_a_run_whose_process_has_died_has_ended",),
     ),
     Mutant(
-        "stop-wants-metrics",
-        "`andon stop` reads the metrics of a script's run.",
-        "commands/runs/status.py",
-        'if is_run(run) else ""',
-        'if run else ""',
-        ("cluster/test_script.py::test_andon_stop_ends_a_script",),
-    ),
-    Mutant(
         "coordinator-is-not-resized",
         "A coordinator does not read what `andon resize` asks for.",
         "cluster/launch.py",
