@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -191,6 +192,41 @@ def test_another_script_cannot_use_the_folder_at_the_same_time_or_go_on_with_ano
     (tmp_path / "other.py").write_text(text)
     code, output = andon("run", "other.py", "run", "20", cwd=tmp_path)
     assert code == 1 and "slots 6 → 3" in output, output
+
+
+SWEEP = """
+import os, sys, time, torch, andon
+group = andon.init()
+me, other = sys.argv[1:]
+model = andon.DataParallel(torch.nn.Linear(3, 1), group, slots=2)
+optimizer = andon.AdamW(model)
+for step in model.steps(0, 3):
+    for slot in model.slots:
+        model.backward(model(torch.ones(1, 3)).sum(), count=1)
+    optimizer.step()
+    print("this is", me, flush=True)
+    open(me, "w").close()
+    while not os.path.exists(other):
+        time.sleep(0.05)
+"""
+
+
+def test_two_runs_of_one_script_at_the_same_time_have_logs_and_ledgers_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "sweep.py").write_text(SWEEP)
+    first, second = (start("run", "--workers=2", "sweep.py", *names, cwd=tmp_path) for names in ("ab", "ba"))
+    outputs = {finish(process) for process in (first, second)}
+    assert (first.returncode, second.returncode) == (0, 0), outputs
+    told = "Another run of sweep.py uses runs/sweep: the logs and the ledger of this one are in runs/sweep-2"
+    assert sum(told in output for output in outputs) == 1, outputs
+    folders = [tmp_path / "runs" / name for name in ("sweep", "sweep-2")]
+    assert {(folder / "logs" / "rank-1.log").read_text() for folder in folders} == {
+        "this is a\n" * 3,
+        "this is b\n" * 3,
+    }
+    for folder in folders:
+        lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "step" in line] == [1, 2, 3]
+    assert "Another run" not in run(tmp_path, 2, tmp_path / "sweep.py", "a", "b"), "the first folder is free again"
 
 
 def test_ctrl_c_ends_a_script_that_never_saves(tmp_path: Path) -> None:

@@ -368,6 +368,14 @@ MUTANTS = [
         ("cluster/test_interrupt.py::test_a_second_ctrl_c_kills_a_worker_that_is_being_killed",),
     ),
     Mutant(
+        "runs-share-their-logs",
+        "Two runs of one script at the same time write to the same logs and ledger.",
+        "cluster/scripts/run.py",
+        "                logs.hold()\n",
+        "                logs.folder.mkdir(parents=True, exist_ok=True)\n",
+        ("cluster/test_script.py::test_two_runs_of_one_script_at_the_same_time_have_logs_and_ledgers_of_their_own",),
+    ),
+    Mutant(
         "refused-by-nobody",
         "If all workers were lost, those that differ from them are told that the others go on.",
         "cluster/scripts/group.py",

@@ -7,6 +7,7 @@ step.
 """
 
 import contextlib
+import errno
 import os
 import runpy
 import sys
@@ -27,6 +28,7 @@ from andon.errors import EXIT_HALTED, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_USER_ER
 from andon.machine import name_process
 from andon.numerics import Numerics, kernels
 from andon.run.records.events import Event
+from andon.run.records.folder import NoLocks, RunFolder
 from andon.run.records.ledger import Ledger
 from andon.run.screen.display import show_error
 from andon.run.screen.terminal import Terminal
@@ -45,7 +47,6 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
     """Run a script on `count` workers and wait for them; returns the exit code."""
     if not script.is_file():
         raise UserError(f"{script} is not a file", "`andon run` runs a Python script", "Check its path")
-    logs = Path("runs") / script.stem / "logs"
 
     def stop() -> None:
         console.print("Stopping after this step. Ctrl-C again quits at once.", style="yellow")
@@ -53,7 +54,7 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
 
     with contextlib.ExitStack() as stack:
         credentials = Credentials(new_token())
-        logs.mkdir(parents=True, exist_ok=True)
+        logs = stack.enter_context(contextlib.closing(_lock_logs(script.stem, console))).folder
         ledger = stack.enter_context(contextlib.closing(Ledger(logs.parent, 0)))
         goes_on = GoesOn(1, PATIENCE_SECONDS, ledger, possible=TRANSPORTS[fastest_here(count)].goes_on)
         job = {"data": "", "folder_mark": "", "script": _digest(script)}
@@ -91,6 +92,28 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         cause = "What it does after the last step may be missing"
         raise UserError(what, cause, "Run the same command again")
     return code
+
+
+def _lock_logs(name: str, console: Console) -> RunFolder:
+    """Lock the folder of a script's logs: `runs/NAME/logs`, or `runs/NAME-2/logs` while another run of it uses that.
+    The script itself may lock `runs/NAME`."""
+    folder = first = Path("runs") / name
+    number = 1
+    while True:
+        logs = RunFolder(folder / "logs")
+        try:
+            with contextlib.suppress(NoLocks):  # then two runs write to one folder
+                logs.hold()
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            number += 1
+            folder = first.with_name(f"{name}-{number}")
+            continue
+        if folder != first:
+            text = f"Another run of {name}.py uses {first}: the logs and the ledger of this one are in {folder}"
+            console.print(text, style="yellow", markup=False, soft_wrap=True)
+        return logs
 
 
 def show(event: Event, console: Console) -> None:
