@@ -37,9 +37,17 @@ class Corpus:
     stories_seed: int = 0
 
 
-def prepare(corpus: Corpus, cache: Path, progress: Progress = quiet, shard_tokens: int = SHARD_TOKENS) -> TokenSet:
-    """Take the token set of a corpus from the cache, or build it; progress is in bytes, or in built-in stories."""
-    files = [] if corpus.paths == ("stories",) else find_files(corpus.paths)
+def prepare(
+    corpus: Corpus,
+    cache: Path,
+    progress: Progress = quiet,
+    shard_tokens: int = SHARD_TOKENS,
+    links: list[Path] | None = None,
+) -> TokenSet:
+    """Take the token set of a corpus from the cache, or build it; progress is in bytes, or in built-in stories.
+
+    Symbolic links that are skipped are added to `links`."""
+    files = [] if corpus.paths == ("stories",) else find_files(corpus.paths, links=links)
     given = None if corpus.tokenizer in ("bpe", "bytes") else Tokenizer.load(corpus.tokenizer)
 
     def key(cache: Path) -> list[Any]:
@@ -93,6 +101,7 @@ class _Builder:
             "bytes": self.counts.bytes,
             "documents": self.counts.documents,
             "replaced": self.counts.replaced,
+            "replaced_in": [len(self.counts.replaced_in), *self.counts.replaced_in[:2]],
             "tokenizer": tokenizer.digest(),
             "digest": writer.whole.hexdigest(),
             "shards": writer.shards,

@@ -15,8 +15,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from glob import glob
+from dataclasses import dataclass, field
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,13 +57,21 @@ class Counts:
     """of text, in UTF-8"""
     replaced: int = 0
     """invalid UTF-8 sequences"""
+    replaced_in: list[str] = field(default_factory=list)
+    """the files with such sequences"""
     read: int = 0
     """progress through the input: bytes of its files, or stories"""
 
 
-def find_files(paths: Sequence[str], suffixes: Sequence[str] = SUFFIXES, holding: str = "text") -> list[Path]:
-    """Find the files with these suffixes that files, folders and globs name, sorted and without duplicates."""
-    found = sorted(file for path in paths for file in _matches(path, suffixes, holding))
+def find_files(
+    paths: Sequence[str], suffixes: Sequence[str] = SUFFIXES, holding: str = "text", links: list[Path] | None = None
+) -> list[Path]:
+    """Find the files with these suffixes that files, folders and globs name, sorted and without duplicates.
+
+    A symbolic link is followed only if it is named itself; those found in a folder or by a glob are added to `links`:
+    the author of a corpus could have any file of this machine read."""
+    links = [] if links is None else links
+    found = sorted(file for path in paths for file in _matches(path, suffixes, holding, links))
     for file in found:
         if kind_of(file) not in suffixes:
             cause = f"its name does not end in {', '.join(suffixes)}"
@@ -77,29 +85,44 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str] = SUFFIXES, holding
     return list(unique.values())
 
 
-def _matches(path: str, suffixes: Sequence[str], holding: str) -> list[Path]:
+def _matches(path: str, suffixes: Sequence[str], holding: str, links: list[Path]) -> list[Path]:
     given, in_folders = expand(path), [suffix for suffix in suffixes if suffix not in NAMED_ONLY]
-    # Not Path.glob, which does not skip hidden files.
-    names = [given] if given.exists() else map(Path, glob(str(given), recursive=True))  # noqa: PTH207
-    files = [file.absolute() for name in names for file in ([name] if name.is_file() else _walk(name, in_folders))]
+    names = [given] if given.exists() else _glob(given, links)
+    inside = [[name] if name.is_file() else _walk(name, in_folders, links) for name in names]
+    files = [file.absolute() for each in inside for file in each]
     if not files:
         what = f"No {holding} found at {path}"
         if not given.is_dir():
             raise UserError(what, "There is no such file or folder", f"ls {given.parent}")
         cause = f"The folder has no file whose name ends in {', '.join(in_folders)}"
+        cause += "; symbolic links in it are not followed" if links else ""
         named = "; a .json file is read if it is named itself" if in_folders != list(suffixes) else ""
         raise UserError(what, cause, f"Rename the files to NAME{suffixes[0]}{named}")
     return files
 
 
-def _walk(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
+def _glob(pattern: Path, links: list[Path]) -> Iterator[Path]:
+    fixed = next(parent for parent in (pattern, *pattern.parents) if not has_magic(str(parent)))
+    # Not Path.glob, which does not skip hidden files.
+    for name in map(Path, glob(str(pattern), recursive=True)):  # noqa: PTH207
+        below = [each for each in (name, *name.parents) if each != fixed and each.is_relative_to(fixed)]
+        if any(each.is_symlink() for each in below):
+            links.append(name)
+        else:
+            yield name
+
+
+def _walk(folder: Path, suffixes: Sequence[str], links: list[Path]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise _unreadable(Path(error.filename), error) from error
 
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        links += [Path(root, name) for name in folders if Path(root, name).is_symlink()]
         for file in (Path(root, name) for name in names if not name.startswith(".")):
-            if kind_of(file) in suffixes and file.is_file():
+            if kind_of(file) in suffixes and file.is_symlink():
+                links.append(file)
+            elif kind_of(file) in suffixes and file.is_file():
                 yield file
 
 
@@ -107,10 +130,12 @@ def documents(files: Sequence[Path], counts: Counts) -> Iterator[Piece]:
     """Read the documents of these files, piece by piece, and update `counts` on the way."""
     readers = {".txt": _txt, ".md": _txt, ".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     for file in files:
-        before = counts.read
+        before, replaced = counts.read, counts.replaced
         with reading(file):
             yield from readers[kind_of(file).removesuffix(".gz")](file, counts)
             counts.read = before + file.stat().st_size
+        if counts.replaced > replaced:
+            counts.replaced_in.append(str(file))
 
 
 def _txt(file: Path, counts: Counts) -> Iterator[Piece]:

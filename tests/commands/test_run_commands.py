@@ -49,7 +49,7 @@ def test_a_run_whose_process_has_died_has_ended(tmp_path: Path) -> None:
     assert state() == "ended"
     with open(tmp_path / "one" / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (tmp_path / "one" / ".lock").write_text("1 as if it were of another machine")
+        (tmp_path / "one" / ".lock").write_text("of another machine")
         assert state() == "running"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import random
@@ -19,7 +20,9 @@ import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from andon.config.load import load
 from andon.data.build import Corpus, prepare
 from andon.data.cache import find, receive
 from andon.data.sources import PIECE_BYTES, Counts, Piece, documents, find_files
@@ -27,6 +30,7 @@ from andon.data.stories import stories
 from andon.data.token_set import TokenSet
 from andon.data.tokenizer import Tokenizer
 from andon.errors import UserError
+from andon.run.prepare import prepare_tokens
 
 END = 256
 
@@ -86,7 +90,37 @@ def test_a_folder_is_read_in_order_and_hidden_files_are_not(folder: Path) -> Non
 
 def test_globs_files_and_links_are_read_once(folder: Path) -> None:
     (folder / "z.txt").symlink_to(folder / "a.txt")
-    assert texts(folder / "**" / "*.jsonl", folder / "a.txt", folder / "*.txt") == ["one\n", "two", "thrée"]
+    named = (folder / "a.txt", folder / "z.txt", folder / "*.txt")
+    assert texts(folder / "**" / "*.jsonl", *named) == ["one\n", "two", "thrée"]
+
+
+def test_a_link_is_followed_only_if_it_is_named_itself(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "secret.txt").write_text("secret")
+    (folder / "link.txt").symlink_to(elsewhere / "secret.txt")
+    (folder / "dangling.txt").symlink_to(elsewhere / "nothing")
+    (folder / "linked").symlink_to(elsewhere)
+    links: list[Path] = []
+    found = find_files([str(folder)], links=links) + find_files([str(folder / "*.txt"), str(folder / "**" / "*.txt")])
+    assert not [file for file in found if b"secret" in file.read_bytes()]
+    assert sorted(link.name for link in links) == ["dangling.txt", "link.txt", "linked"]
+    assert texts(folder / "link.txt", folder / "linked") == ["secret"]
+
+
+def test_skipped_links_and_invalid_text_are_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "link.txt").symlink_to(folder / "a.txt")
+    for name in ("b.txt", "c.txt", "d.txt"):
+        (folder / name).write_bytes(b"a\xff")
+    for _ in range(2):  # the second time from the cache
+        config = load(
+            None, {"data.corpus": [str(folder)], "data.tokenizer": "bytes", "data.cache": str(tmp_path / "c")}
+        )
+        prepare_tokens(config, console := Console(file=io.StringIO(), width=40))
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "1 symbolic link in the corpus not followed: link.txt\n" in shown
+        assert (
+            f"3 places not valid UTF-8, read as U+FFFD, in 3 files: {folder / 'b.txt'}, {folder / 'c.txt'}, …" in shown
+        )
 
 
 def test_a_relative_path_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

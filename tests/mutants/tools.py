@@ -131,6 +131,22 @@ MUTANTS = [
         ("commands/test_run_commands.py::test_a_run_whose_process_has_died_has_ended",),
     ),
     Mutant(
+        "links-in-a-corpus-followed",
+        "A link in the folder of a corpus is followed.",
+        "data/sources.py",
+        "kind_of(file) in suffixes and file.is_symlink()",
+        "kind_of(file) in suffixes and not file.exists()",
+        ("data/test_data_prepare.py::test_a_link_is_followed_only_if_it_is_named_itself",),
+    ),
+    Mutant(
+        "links-of-a-glob-followed",
+        "A link in a folder that a glob finds is followed.",
+        "data/sources.py",
+        "any(each.is_symlink() for each in below)",
+        "name.is_symlink()",
+        ("data/test_data_prepare.py::test_a_link_is_followed_only_if_it_is_named_itself",),
+    ),
+    Mutant(
         "coordinator-is-not-resized",
         "A coordinator does not read what `andon resize` asks for.",
         "cluster/launch.py",

@@ -90,6 +90,11 @@ def human_count(count: float) -> str:
     return _human(count, ("", "K", "M", "B", "T"))
 
 
+def counted(count: int, noun: str) -> str:
+    """A count with its noun, which is in the plural unless there is one."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def _human(count: float, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
         if count < 1000:
