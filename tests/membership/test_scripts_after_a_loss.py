@@ -10,6 +10,7 @@ from tests.kit.runs import andon
 from tests.membership.test_scripts_go_on import (
     SCRIPT,
     assert_ended_alike,
+    ledger_of,
     returns_in_ledger,
     saved_steps,
     script_that_dies,
@@ -108,6 +109,14 @@ def test_a_step_whose_halt_a_script_ignores_is_not_repeated_for_ever(tmp_path: P
     (tmp_path / "mine.py").write_text(script.replace("    optimizer.step(clip=1.0)\n", ignores))
     code, output = andon("run", "--workers=2", "mine.py", "10", "off", "0", cwd=tmp_path)
     assert code == 1 and "step 5 was not ended" in output, output
+
+
+def test_a_script_whose_ranks_disagree_ends_at_once_with_what_they_call(tmp_path: Path) -> None:
+    script = SCRIPT.replace("int(sys.argv[1]))", "int(sys.argv[1]) + group.rank)")
+    (tmp_path / "mine.py").write_text(script)
+    code, output = andon("run", "--workers=2", "mine.py", "5", "off", "0", cwd=tmp_path)
+    assert code == 1 and "all ranks must call the same collective" in output, output
+    assert sum("hosts" in line for line in ledger_of(tmp_path)) == 1, "nothing is tried again"
 
 
 def test_a_step_that_is_repeated_is_saved_once(tmp_path: Path) -> None:

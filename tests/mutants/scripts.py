@@ -376,6 +376,14 @@ MUTANTS = [
         ("cluster/test_script.py::test_two_runs_of_one_script_at_the_same_time_have_logs_and_ledgers_of_their_own",),
     ),
     Mutant(
+        "disagreement-is-repeated",
+        "A script whose ranks call different collectives tries again in twenty generations.",
+        "cluster/scripts/group.py",
+        "if isinstance(why, ProtocolError):",
+        "if False:",
+        (f"{LOSS}::test_a_script_whose_ranks_disagree_ends_at_once_with_what_they_call",),
+    ),
+    Mutant(
         "refused-by-nobody",
         "If all workers were lost, those that differ from them are told that the others go on.",
         "cluster/scripts/group.py",

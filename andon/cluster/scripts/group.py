@@ -17,7 +17,7 @@ from andon.engine.membership import Membership
 from andon.errors import EXIT_USER_ERROR, UserError
 from andon.run.records.events import event
 from andon.run.script import enter_generation, leave_generation
-from andon.transport.base import SOMEONE, Group, GroupError, GroupTimeout, PeerLost, Settings
+from andon.transport.base import SOMEONE, Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings
 from andon.transport.changing import ChangingGroup, Loop
 from andon.transport.local import LocalGroup
 from andon.transport.registry import fastest_here, open_group
@@ -102,6 +102,8 @@ class ScriptWorker:
         client, group = self.client, self.group
         slots = optimizer.model.membership.order.slots
         while True:
+            if isinstance(why, ProtocolError):  # the next generation would fail in the same way
+                raise why
             if self._is_member:
                 if isinstance(why, GroupError):
                     group.abort(getattr(why, "rank", SOMEONE), "the generation has ended")
