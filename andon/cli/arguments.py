@@ -108,9 +108,26 @@ def launch(config: RunSettings, resume: str) -> int:
         from andon.cluster.torchrun import run
 
         return run(config, resume, terminal(lasting=True))
+    if is_done(config, resume):
+        return 0
     from andon.cluster.launch import train
 
     return train(config, resume, terminal(lasting=True))
+
+
+def is_done(config: RunSettings, resume: str) -> bool:
+    """Whether a run that would be resumed has done its last step; then its result is shown again."""
+    from andon.run.resumable import summary_if_done
+
+    summary = summary_if_done(config) if resume == "auto" else None
+    if summary:
+        from andon.run.screen.ending import show_summary
+
+        console = terminal()
+        more = "more steps: --train.steps N; a new run: --resume none"
+        console.print(f"{config.run.dir} is done: all {summary['step']:,} steps ({more})", soft_wrap=True, markup=False)
+        show_summary(console, config.run.dir, summary)
+    return summary is not None
 
 
 def use_kernels(numerics: Numerics = "portable") -> None:

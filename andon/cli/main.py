@@ -19,6 +19,7 @@ from andon.cli.arguments import (
     TlsCert,
     TlsKey,
     configuration,
+    is_done,
     launch,
     list_argument,
     new_app,
@@ -152,6 +153,8 @@ def coordinator(
     tls = tls_of(tls_cert, tls_key, tls_ca)
     if tls:
         tls.check_accepts()
+    if is_done(config, resume):
+        return
     sys.exit(serve(config, resume, Listener(host, port, tls), terminal(lasting=True)))
 
 

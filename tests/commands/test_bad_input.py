@@ -129,7 +129,9 @@ def test_a_checkpoint_of_another_shape_is_refused_and_stays_as_it_was(tmp_path: 
 
 def test_other_data_than_the_checkpoint_was_trained_on(tmp_path: Path) -> None:
     train("--train.steps=2", cwd=tmp_path)
-    assert "was trained on other data" in refused("--train.steps=4", "--data.stories=200", cwd=tmp_path)
+    output = refused("--train.steps=4", "--data.stories=200", cwd=tmp_path)
+    assert "was trained on other data: data.stories 300 → 200" in output
+    assert "was trained with other settings: seed 1 → 2" in refused("--train.steps=4", "--seed=2", cwd=tmp_path)
 
 
 def test_another_batch_than_the_checkpoint_was_trained_with(tmp_path: Path) -> None:

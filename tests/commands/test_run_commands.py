@@ -128,6 +128,17 @@ def test_a_skipped_step_is_said_at_once_and_at_the_end(tmp_path: Path) -> None:
     assert found["skipped"] == 1 and found["seconds"] > 0 and found["tokens_per_s"] > 0 and found["peak_memory"] > 1e7
 
 
+def test_a_finished_run_stays_as_it_is_when_its_command_is_given_again(tmp_path: Path) -> None:
+    train("--train.steps=2", cwd=tmp_path)
+    before = (tmp_path / "run" / "summary.json").read_bytes()
+    command = ["train", *SMALL, "--run.dir=run", "--train.steps=2"]
+    for name in (command, ["coordinator", *command[1:]]):
+        code, output = andon(*name, "--workers=2", cwd=tmp_path)
+        assert code == 0 and "run is done: all 2 steps" in output and "andon evaluate" in output, output
+    assert (tmp_path / "run" / "summary.json").read_bytes() == before
+    assert andon(*command, "--model.hidden=64", cwd=tmp_path)[0] == 1
+
+
 def test_generate_takes_the_newest_good_checkpoint_of_a_run(tmp_path: Path) -> None:
     train("--checkpoint.every=3", cwd=tmp_path)
     checkpoints = tmp_path / "run" / "checkpoints"

@@ -147,6 +147,22 @@ MUTANTS = [
         ("data/test_data_prepare.py::test_a_link_is_followed_only_if_it_is_named_itself",),
     ),
     Mutant(
+        "a-finished-run-again",
+        "A finished run is evaluated again, and its summary written anew.",
+        "run/resumable.py",
+        "return summary if same and done else None",
+        "return None",
+        ("commands/test_run_commands.py::test_a_finished_run_stays_as_it_is_when_its_command_is_given_again",),
+    ),
+    Mutant(
+        "data-keys-not-named",
+        "A resume with other data does not name the key.",
+        "run/resumable.py",
+        "[key for key in changed if _within(key, DATA)]",
+        "[]",
+        (f"{BAD_INPUT}test_other_data_than_the_checkpoint_was_trained_on",),
+    ),
+    Mutant(
         "coordinator-is-not-resized",
         "A coordinator does not read what `andon resize` asks for.",
         "cluster/launch.py",
