@@ -6,7 +6,8 @@ A worker that *joins* a run is alone until it enters the run's next generation, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from andon.engine.gradients.order import Order
@@ -15,27 +16,16 @@ from andon.transport.base import Group, Units
 if TYPE_CHECKING:
     import torch
 
-GoOn = Callable[[Any, Exception | None], None]
-"""(optimizer, why): leave the group, enter the next generation, and bring the optimizer to the step of its ranks."""
-Report = Callable[[Sequence[Any]], None]
-"""Reports committed steps to the run's ledger."""
-WentBack = Callable[[int, int], None]
-"""(generation, step): reports to the ledger that a generation continues from the checkpoint of a step."""
 Loop = tuple[int, int, int]
 """A loop over steps (`model.steps`): the number of loops that the script has begun with it, the difference between its
 step numbers and those of the run, and its end."""
-BeginLoop = Callable[[Loop], None]
-"""Tells workers that join later, when nobody else may be left, in which loop the run is."""
 
 
 class ChangingGroup(Group):
     """Delegates every operation to the group of the current generation."""
 
-    def __init__(
-        self, now: Group, go_on: GoOn, report: Report, went_back: WentBack, begin_loop: BeginLoop, joins: bool
-    ) -> None:
-        self.go_on, self.report, self.went_back, self.joins = go_on, report, went_back, joins
-        self._begin_loop = begin_loop
+    def __init__(self, now: Group, joins: bool) -> None:
+        self.joins = joins
         self.loop: Loop = (0, 0, 0)
         """The loop over steps that began last."""
         self.in_loop = False
@@ -46,11 +36,28 @@ class ChangingGroup(Group):
         """The last step that rank 0 has reported to the ledger; the other ranks count along."""
         self.become(now)
 
+    @abstractmethod
+    def go_on(self, optimizer: Any, why: Exception | None) -> None:
+        """Leave the group, if there is one, enter the next generation, and bring the optimizer to the step of its
+        ranks; `GroupError` if there is none."""
+
+    @abstractmethod
+    def report(self, records: Sequence[Any]) -> None:
+        """Report committed steps to the run's ledger."""
+
+    @abstractmethod
+    def went_back(self, generation: int, step: int) -> None:
+        """Report to the ledger that a generation continues from the checkpoint of a step."""
+
+    @abstractmethod
+    def publish_loop(self) -> None:
+        """Tell workers that join later, when nobody else may be left, in which loop the run is."""
+
     def begin_loop(self, offset: int, end: int) -> None:
         """The script begins a loop over steps."""
         self.loop, self.in_loop = (self.loop[0] + 1, offset, end), True
         if not self.joins:
-            self._begin_loop(self.loop)
+            self.publish_loop()
 
     def become(self, now: Group) -> None:
         """Delegate to the group of another generation."""

@@ -7,6 +7,7 @@ loop begins (`model.steps`). Only then is it ready, so that the others do not wa
 import atexit
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from andon.errors import EXIT_USER_ERROR, UserError
 from andon.run.records.events import event
 from andon.run.script import enter_generation, leave_generation
 from andon.transport.base import SOMEONE, Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings
-from andon.transport.changing import ChangingGroup, Loop
+from andon.transport.changing import ChangingGroup
 from andon.transport.local import LocalGroup
 from andon.transport.registry import fastest_here, open_group
 
@@ -26,32 +27,37 @@ LOOP = "loop over steps"
 """How messages call a `Loop`; also the key under which the coordinator keeps the last one."""
 
 
-class ScriptWorker:
-    """Opens the groups of one worker, generation by generation."""
+class ScriptGroup(ChangingGroup):
+    """The group of one worker, generation by generation."""
 
     def __init__(self, client: CoordinatorClient, settings: Settings, joins: bool, edited: bool) -> None:
         """`joins`: the run has begun without this worker. `edited`: its script is not that of the run's start."""
+        super().__init__(LocalGroup(settings.wire), joins)
         self.client, self.settings, self._edited = client, settings, edited
         self._is_member = not joins
-        alone = LocalGroup(settings.wire)
-        self.group = ChangingGroup(alone, self.go_on, client.report, client.went_back, self._begin_loop, joins)
-        self.group.stop_wanted, self.group.change_wanted = client.stop.is_set, client.change.is_set
-        atexit.register(self._leave)
+        self.stop_wanted, self.change_wanted = client.stop.is_set, client.change.is_set
+        atexit.register(self._leave_run)
         if edited and not joins:
             self._end("The script has changed since the start")
         if not joins:
-            self.group.become(self._open())
+            self.become(self._open())
 
-    def _leave(self) -> None:
+    def _leave_run(self) -> None:
         """Leave the run at the end of the script, whose exit code the launcher takes from the process."""
-        error, group = getattr(sys, "last_value", None), self.group
-        if (group.loop[0] and isinstance(error, PeerLost)) or (group.in_loop and isinstance(error, GroupTimeout)):
+        error = getattr(sys, "last_value", None)
+        if (self.loop[0] and isinstance(error, PeerLost)) or (self.in_loop and isinstance(error, GroupTimeout)):
             self.client.close()  # this worker is lost, too: the others go on, and the launcher starts it again
         else:
             self.client.leave(0)
 
-    def _begin_loop(self, loop: Loop) -> None:
-        self.client.ask_store("set", LOOP, json.dumps(loop))
+    def report(self, records: Sequence[Any]) -> None:
+        self.client.report(records)
+
+    def went_back(self, generation: int, step: int) -> None:
+        self.client.went_back(generation, step)
+
+    def publish_loop(self) -> None:
+        self.client.ask_store("set", LOOP, json.dumps(self.loop))
 
     def _open(self) -> Group:
         client = self.client
@@ -63,23 +69,23 @@ class ScriptWorker:
 
     def _compare(self, optimizer: Any) -> None:
         """A worker that joins leaves the run if it would compute something else than the members."""
-        group, model = self.group, optimizer.model
+        model = optimizer.model
         units = model.arena.layout.units
         mine = {
-            LOOP: list(group.loop),
+            LOOP: list(self.loop),
             "number of slots": model.membership.order.slots,
             "seed": model.seed,
             "set of parameters": blake3(repr([(unit.name, unit.sizes) for unit in units]).encode()).hexdigest(),
             "value of parameters that are not trained": model.frozen,
         }
-        everyone = group.all_gather_json([group.joins, mine])
+        everyone = self.all_gather_json([self.joins, mine])
         members = [fields for joins, fields in everyone if not joins]
         theirs = members[0] if members else mine
         if not members and self.client.ask_store("check", LOOP):  # the lost workers have begun a loop
             theirs = {**mine, LOOP: json.loads(self.client.ask_store("get", LOOP))}
         other = ["script"] * self._edited + [name for name, value in mine.items() if theirs[name] != value]
-        other += ["result of andon.mean, computed alone"] * group.reduced_alone
-        if not (group.joins and other):
+        other += ["result of andon.mean, computed alone"] * self.reduced_alone
+        if not (self.joins and other):
             return
         differs = f"another {' and another '.join(other)}"
         if not members:
@@ -98,17 +104,16 @@ class ScriptWorker:
         raise UserError(what, cause, remedy)
 
     def go_on(self, optimizer: Any, why: Exception | None) -> None:
-        """Leave the group, if there is one, and enter the next generation; `GroupError` if there is none."""
-        client, group = self.client, self.group
+        client = self.client
         slots = optimizer.model.membership.order.slots
         while True:
             if isinstance(why, ProtocolError):  # the next generation would fail in the same way
                 raise why
             if self._is_member:
                 if isinstance(why, GroupError):
-                    group.abort(getattr(why, "rank", SOMEONE), "the generation has ended")
+                    self.abort(getattr(why, "rank", SOMEONE), "the generation has ended")
                 leave_generation(optimizer)
-                group.leave()
+                self.leave()
                 lost = getattr(why, "rank", SOMEONE) if why else None
                 begins = client.part(str(why or "a worker joins or leaves"), lost)
             else:
@@ -119,17 +124,17 @@ class ScriptWorker:
                 raise why if isinstance(why, GroupError) else GroupError("the run has ended")
             self._is_member = True
             try:
-                group.become(self._open())
+                self.become(self._open())
                 self._compare(optimizer)
-                recovery = optimizer.enter(Membership.of(group, slots), client.recorded)
+                recovery = optimizer.enter(Membership.of(self, slots), client.recorded)
                 went_back = enter_generation(optimizer, recovery.lost, client.recorded)
             except GroupError as failure:
                 why = failure
                 continue
-            group.joins = False
-            step = group.reported = optimizer.progress.step
-            if group.rank == 0 or went_back:
-                client.report([record for number, record in recovery.records.items() if number <= step])
+            self.joins = False
+            step = self.reported = optimizer.progress.step
+            if self.rank == 0 or went_back:
+                self.report([record for number, record in recovery.records.items() if number <= step])
             if went_back:  # the steps before stay committed
-                client.went_back(group.generation, step)
+                self.went_back(self.generation, step)
             return

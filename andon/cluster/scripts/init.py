@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from andon.cluster.scripts.group import ScriptWorker
+from andon.cluster.scripts.group import ScriptGroup
 from andon.cluster.scripts.run import NUMERICS, join_launcher, show_without_traceback
 from andon.cluster.session import make_torch_deterministic, use_gpu
 from andon.cluster.signals import save_on_signal
@@ -78,7 +78,7 @@ def _open(settings: Settings) -> Group:
         client, joins, edited = found
         if torch.cuda.is_available():
             use_gpu(client.local_rank)
-        return ScriptWorker(client, settings, joins, edited).group
+        return ScriptGroup(client, settings, joins, edited)
     _read_slurm()
     if torch.cuda.is_available():
         use_gpu(int(os.environ.get("LOCAL_RANK", "0")))
