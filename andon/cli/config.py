@@ -38,10 +38,13 @@ def config_reference() -> None:
 
 @config_app.command("validate", context_settings=ANY_KEY)
 def config_validate(arguments: Arguments) -> None:
-    """Check a configuration without training."""
+    """Check a configuration without training and without reading its data."""
+    from andon.run.screen.terminal import counted
+
     config = run_configuration(arguments)
     steps = f"{config.train.steps:,} steps" if config.train.steps else "as many steps as its epochs take"
-    typer.echo(f"valid: {config.model_name}, {steps}, {config.workers} workers")
+    workers = counted(config.workers, "worker")
+    typer.echo(f"valid: {config.model_name}, {steps}, {workers} (its data is not read)")
 
 
 @config_app.command("schema")

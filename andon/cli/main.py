@@ -46,10 +46,11 @@ for _commands in (finetune_app, runs_app, config_app, bench_app, checkpoint_app,
 
 
 def main() -> None:
-    """Run a command; an error that the user can correct is three lines and exit code 1."""
+    """Run a command; an error that the user can correct is three lines and exit code 1, or 2 for an unknown option."""
     try:
         app()
     except (UserError, GroupError, OSError) as error:
+        from andon.config.load import UsageError
         from andon.run.screen.display import show_error
         from andon.run.screen.terminal import discard
 
@@ -57,7 +58,7 @@ def main() -> None:
         show_error(terminal(stderr=True), shown)
         if isinstance(error, OSError):
             discard(sys.stdout)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 def _as_user_error(error: GroupError | OSError) -> UserError:

@@ -83,15 +83,33 @@ def keys(schema: type[RunSettings] = Config) -> dict[str, str]:
     return dict(walk(schema, ""))
 
 
+class UsageError(UserError):
+    """An option that does not exist, or has no value: the command ends with 2."""
+
+
 def check_key(key: str, schema: type[RunSettings] = Config) -> None:
-    """Raise an error for an unknown key; it suggests the most similar keys."""
+    """Raise an error for an unknown key; it suggests the keys that are meant, if some are similar."""
     known = keys(schema)
     if key in known:
         return
-    same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = (same_name or difflib.get_close_matches(key, known, n=3, cutoff=0.5))[:3]
-    hint = f"Did you mean {' or '.join(near)}?" if near else "No key has a similar name"
+    hint = f"Did you mean {' or '.join(near)}?" if (near := _similar(key, known)) else "No key has a similar name"
+    if section := [name for name in known if name.startswith(f"{key}.")]:
+        hint = f"It is a section: its keys are {', '.join(section)}"
     raise UserError(f"There is no configuration key '{key}'", hint, f"{show_command(schema)} lists all keys")
+
+
+def _similar(key: str, known: Mapping[str, str]) -> list[str]:
+    """The keys with the same last part; or else the section or the key with the most similar name."""
+    parts: dict[str, list[str]] = {}
+    for name in known:
+        section, _, last = name.rpartition(".")
+        parts.setdefault(last, []).append(name)
+        parts[name] = [name]
+        parts |= {section: [section]} if section else {}
+    for each in (key.rpartition(".")[2], *difflib.get_close_matches(key, parts, n=1, cutoff=0.7)):
+        if each in parts:
+            return parts[each]
+    return []
 
 
 def show_command(schema: type[RunSettings]) -> str:
@@ -109,11 +127,35 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid YAML", cause, "`andon config show` prints a valid file") from None
     if not isinstance(values, dict | None):
         raise UserError(f"{path} is not a configuration", "The top level must be keys", "Try `andon config show`")
-    return values or {}
+    return _nested(values or {}, path)
+
+
+def _nested(values: dict[Any, Any], path: Path) -> dict[str, Any]:
+    """The values with those of dotted keys, such as `train.steps`, in their sections."""
+    result = {key: value for key, value in values.items() if "." not in str(key)}
+    for key, value in values.items():
+        section, dot, name = str(key).rpartition(".")
+        if not dot:
+            continue
+        target = result.setdefault(section, {})
+        if not isinstance(target, dict) or name in target:
+            raise UserError(f"{path} gives {key} twice", f"Once by its full name, once under {section}", "Remove one")
+        result[section] = {**target, name: value}
+    return result
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses aliases: a few lines of them can expand to more values than fit in memory."""
+    """A YAML loader that refuses keys given twice, and aliases: a few lines of them can expand to more values than fit
+    in memory."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            name, line = key.value, key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(f"line {line} gives {name} again, after line {lines[name]}: remove one")
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -151,16 +193,24 @@ def parse_arguments(arguments: Sequence[str], schema: type[RunSettings] = Config
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
+            if argument.startswith("-") and argument != "-":
+                remedy = f"Options begin with two hyphens; a file of that name is ./{argument}"
+                raise UsageError(
+                    f"{argument} is not an option", f"{show_command(schema)} lists all keys, which are options", remedy
+                )
             positional.append(argument)
             continue
         key, equals, value = argument[2:].partition("=")
         key = {"compile": "train.compile"}.get(key, key)
-        check_key(key, schema)
+        try:
+            check_key(key, schema)
+        except UserError as error:
+            raise UsageError(*error.args) from None
         if key == "train.compile" and not equals and (not rest or rest[0].lower() not in ("true", "false")):
             value = "true"
         elif not equals:
             if not rest or rest[0].startswith("--"):
-                raise UserError(f"--{key} needs a value", _help_for(key, schema), f"Write --{key}=VALUE")
+                raise UsageError(f"--{key} needs a value", _help_for(key, schema), f"Write --{key}=VALUE")
             value = rest.pop(0)
         if key == "fault":
             overrides.setdefault(key, []).append(value)

@@ -6,10 +6,11 @@ Each component receives only its own section.
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
 from pydantic import model_validator as validator
+from pydantic_core import PydanticCustomError
 
 from andon.engine.gradients.order import MOST_SLOTS
 from andon.errors import UserError
@@ -44,6 +45,17 @@ class Section(BaseModel):
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str | Path) and re.search("[\0\ud800-\udfff]", str(text)):
                 raise ValueError(f"{str(text)!r} holds a NUL or is not valid UTF-8")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_yes_or_no(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `true` where a number belongs: it would count as 1, and YAML reads `yes` and `on` as `true`."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and kind is not bool and bool not in get_args(kind):
+            raise PydanticCustomError(
+                "boolean", "Input should not be true or false, as which YAML reads yes, no, on, off"
+            )
         return value
 
 

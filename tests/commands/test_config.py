@@ -15,6 +15,7 @@ from andon.config.load import build, keys, load, parse_arguments
 from andon.config.presets import DEFAULTS
 from andon.errors import UserError
 from andon.model.shape import SHAPES
+from tests.kit.runs import andon
 
 
 def refusal(**overrides: object) -> UserError:
@@ -55,9 +56,46 @@ def test_the_global_batch_does_not_depend_on_the_workers() -> None:
 
 def test_an_unknown_key_gets_a_suggestion() -> None:
     assert "Did you mean optim.lr?" in str(refusal(lr=1))
-    assert "train.steps" in refusal(train__stepz=1).cause
+    assert refusal(train__stepz=1).cause == "Did you mean train.steps?"
+    assert refusal(every=1).cause == "Did you mean eval.every or checkpoint.every?"
+    assert refusal(worker=1).cause == "Did you mean workers?"
+    assert refusal(zzz=1).cause == "No key has a similar name"
+    assert "its keys are zero.policy, zero.replicas" in refusal(zero=1).cause
     with pytest.raises(UserError, match=r"no configuration key 'optim\.lrr'"):
         build({"optim": {"lrr": 1}}, {})
+    with pytest.raises(UserError, match=r"Did you mean train\?"):
+        build({"trian": {"steps": 1}}, {})
+
+
+@pytest.mark.parametrize("key", ["workers", "threads", "train.slots", "optim.lr"])
+def test_yes_and_no_are_no_numbers(tmp_path: Path, key: str) -> None:
+    (tmp_path / "bad.yaml").write_text(f"{key}: yes")
+    with pytest.raises(UserError, match=f"^{key} = True is not valid\nInput should not be true or false"):
+        load(tmp_path / "bad.yaml")
+
+
+def test_a_dotted_key_stands_for_a_key_in_its_section(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train.steps: 7\ntrain: {slots: 3}\nmodel.preset: 30m")
+    config = load(tmp_path / "run.yaml")
+    assert (config.train.steps, config.train.slots, config.model.preset) == (7, 3, "30m")
+    (tmp_path / "run.yaml").write_text("train.steps: 7\ntrain: {steps: 3}")
+    with pytest.raises(UserError, match=r"gives train\.steps twice"):
+        load(tmp_path / "run.yaml")
+
+
+def test_a_key_given_twice_is_named_with_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("seed: 1\ntrain:\n  steps: 7\n  slots: 4\n  steps: 8")
+    with pytest.raises(UserError, match="line 5 gives steps again, after line 3"):
+        load(tmp_path / "bad.yaml")
+    (tmp_path / "bad.yaml").write_text("{seed: 1, seed: 2}")
+    with pytest.raises(UserError, match="line 1 gives seed again, after line 1"):
+        load(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize("argument", ["--foo=bar", "--foo", "-x", "--seed"])
+def test_an_option_that_does_not_exist_or_has_no_value_is_an_error_of_usage(tmp_path: Path, argument: str) -> None:
+    code, output = andon("train", argument, cwd=tmp_path)
+    assert code == 2 and argument.split("=")[0].lstrip("-") in output and len(output.splitlines()) == 3, output
 
 
 @pytest.mark.parametrize(
