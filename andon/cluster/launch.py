@@ -204,7 +204,7 @@ def _coordinate(
             code = workers.wait(coordinator)
     if workers and workers.was_quit:
         raise UserError("The run was ended at once", "A second Ctrl-C", START_AGAIN)
-    if failures := coordinator.failures + ([recorder.failure] if recorder.failure else []):
+    if failures := [*coordinator.failures, *filter(None, (recorder.failure, goes_on.ledger.failure))]:
         first = failures[0]
         cause = workers.first_signal if workers and workers.first_signal else first.cause
         cause += f". {transport.fixed}" if transport.fixed and "lost" in seen else ""

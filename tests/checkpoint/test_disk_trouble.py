@@ -236,6 +236,32 @@ def test_events_wait_in_memory_while_the_disk_is_full(small_disk: Path) -> None:
     assert names(list(read(small_disk / "run" / "metrics.jsonl")), "step") == list(range(201))
 
 
+FILLS_THE_DISK = """
+import contextlib
+import torch
+import andon
+
+group = andon.init()
+model = andon.DataParallel(torch.nn.Linear(2, 1), group, slots=2)
+optimizer = andon.AdamW(model)
+for step in model.steps(0, 200):  # longer than the last page of its ledger
+    if step == 1 and group.rank == 0:
+        with contextlib.suppress(OSError), open("big", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+    for slot in model.slots:
+        model.backward(model(torch.ones(1, 2)).sum(), count=1)
+    optimizer.step()
+group.close()
+"""
+
+
+def test_a_script_whose_ledger_finds_no_room_says_so(small_disk: Path) -> None:
+    (small_disk / "mine.py").write_text(FILLS_THE_DISK)
+    code, output = andon("run", "--workers=2", "mine.py", cwd=small_disk)
+    assert code == 0 and "The run's ledger cannot be written" in output and "No space left" in output, output
+
+
 def test_what_a_full_disk_takes_from_the_ledger_is_a_failure(small_disk: Path) -> None:
     ledger = Ledger(small_disk, 0)
     ledger.begin(0, ["here"])

@@ -76,6 +76,8 @@ def run_script(script: Path, arguments: Sequence[str], count: int, numerics: Num
         code = workers.wait(coordinator)
         members = coordinator.succession.processes  # of the last generation; none without andon.init
         ended = {process.pid for process in workers.processes.values() if process.returncode == 0}
+    if ledger.failure:
+        show_error(console, ledger.failure)
     if workers.was_quit:
         raise UserError(f"{script.name} was ended at once", "A second Ctrl-C", "What it saved before is intact")
     if code not in (EXIT_HALTED, EXIT_STOPPED) and coordinator.failures and goes_on.possible:
