@@ -74,6 +74,8 @@ class GroupTimeout(GroupError):
 class ProtocolError(GroupError):
     """A peer sent something that the protocol does not allow."""
 
+    cause = "The ranks call different operations, or the peer is another program or another version of Andon"
+
 
 def peer_name(rank: int) -> str:
     """How errors name a peer."""
