@@ -89,6 +89,7 @@ def diff(first: Path, second: Path, console: Console) -> int:
             table.add_row(escape(name), "differs", difference)
     if table.row_count:
         console.print(table)
+        console.print("first.… and second.…: AdamW's moments, exp_avg and exp_avg_sq, of both checkpoints", style="dim")
     console.print(f"{len(compared) - table.row_count} tensors are equal, {table.row_count} differ")
     return 1 if table.row_count else 0
 

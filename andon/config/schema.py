@@ -28,7 +28,7 @@ from andon.config.sections import (
 from andon.integrity.faults import parse as parse_fault
 from andon.model.shape import SHAPES, Shape
 from andon.numerics import Numerics
-from andon.transport.registry import fastest_here
+from andon.transport.registry import TRANSPORTS, fastest_here
 
 
 class RunSettings(Section):
@@ -80,6 +80,10 @@ class RunSettings(Section):
             raise ValueError(f"on_nonfinite = 'skip' needs another transport: the server of {name} halts")
         if self.min_workers > self.workers:
             raise ValueError(f"min_workers = {self.min_workers} is more than workers = {self.workers}")
+        known = TRANSPORTS.get(self.group.transport)
+        if known and not known.connects and self.workers > 1:
+            what = f"group.transport {known.name} is for one worker, not for {self.workers}"
+            raise ValueError(f"{what}: auto takes the fastest one here")
         if self.workers > self.train.slots:
             slots = self.train.slots
             raise ValueError(f"{self.workers} workers need at least one slot each, but train.slots = {slots}")

@@ -103,7 +103,8 @@ def test_an_empty_file(tmp_path: Path) -> None:
 
 def test_text_shorter_than_one_window(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("Too short.")
-    assert "fewer than one window" in refused("short.txt", "--data.tokenizer=bytes", cwd=tmp_path)
+    output = refused("short.txt", "--data.tokenizer=bytes", cwd=tmp_path)
+    assert "fewer than one window" in output and "1 document · " in output and "Each window is read" not in output
 
 
 def test_invalid_utf_8_is_replaced_and_counted(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_a_refused_value_names_the_key_the_value_and_what_is_allowed(key: str, v
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
     assert "5 workers need at least one slot each, but train.slots = 4" in refusal(workers=5).what
+    assert "local is for one worker, not for 2" in refusal(workers=2, group__transport="local").what
     assert "multiple of kv_heads 3" in refusal(model__kv_heads=3).what
     assert "even multiple of heads" in refusal(model__hidden=100).what
 

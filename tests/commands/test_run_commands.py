@@ -102,7 +102,7 @@ def test_a_curve_is_drawn_in_the_terminal_and_as_a_png(tmp_path: Path) -> None:
     assert andon("plot", "run", "-o", "loss.png", cwd=tmp_path)[0] == 0
     with Image.open(tmp_path / "loss.png") as image:
         assert image.size == (1200, 600) and np.asarray(image).std() > 5
-    for arguments in (["run", "--curve=nothing"], ["."]):
+    for arguments in (["run", "--curve=nothing"], ["."], ["run", "-o", "loss.jpg"]):
         assert andon("plot", *arguments, cwd=tmp_path)[0] == 1
 
 
@@ -123,7 +123,7 @@ def test_a_skipped_step_is_said_at_once_and_at_the_end(tmp_path: Path) -> None:
     options = ["--on_nonfinite=skip", "--fault=nan:rank=0,step=3", "--run.dir=run"]
     code, output = andon("train", *SMALL, *options, cwd=tmp_path)
     assert code == 0 and "step 3 skipped, no weight changed: rank 0 computed a bad gradient" in output
-    assert "1 steps changed no weight" in output and "documents" in output and "epochs" in output
+    assert "1 step changed no weight" in output and "documents" in output and "epochs" in output
     found = summary(tmp_path / "run")
     assert found["skipped"] == 1 and found["seconds"] > 0 and found["tokens_per_s"] > 0 and found["peak_memory"] > 1e7
 

@@ -18,6 +18,7 @@ from andon.data.batches import Windows, checksum
 from andon.errors import UserError
 from andon.run.records.events import read
 from andon.run.records.ledger import FILE, check_record
+from andon.run.screen.terminal import counted
 
 
 class Audit:
@@ -78,13 +79,13 @@ def audit(run: Path, console: Console) -> None:
     steps = found.step - found.first
     samples = steps * config.train.slots * config.train.micro_batch
     console.print(
-        f"{steps:,} steps are committed, none missing and none twice, in {found.generations} generations; "
+        f"{steps:,} steps are committed, none missing and none twice, in {counted(found.generations, 'generation')}; "
         f"each of their {samples:,} samples was used exactly once",
         soft_wrap=True,
     )
     if found.returns:
         times = "once" if found.returns == 1 else f"{found.returns} times"
-        text = f"The run went back to a checkpoint {times}, and did {found.undone:,} steps again"
+        text = f"The run went back to a checkpoint {times}, and did {counted(found.undone, 'step')} again"
         console.print(text, soft_wrap=True)
     _compare_with_summary(run, found.step)
 

@@ -100,6 +100,8 @@ def plot(run: Path, output: Path | None, key: str, console: Console) -> None:
     """`andon plot`: draw a curve in the terminal, or as a PNG."""
     if key not in COLUMNS:
         raise UserError(f"There is no curve {key!r}", f"Curves: {', '.join(COLUMNS)}", "Choose one of these")
+    if output and output.suffix.lower() not in ("", ".png"):
+        raise UserError(f"{output} is not a PNG file", "No other format is written", f"-o {output.with_suffix('.png')}")
     if not is_run(run):
         raise UserError(f"{run} is not a run", "It has no metrics.jsonl", "Name the folder of a run")
     history = History(run / "metrics.jsonl")

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from andon.checkpoint.disk.listing import newest
 from andon.config.schema import RunSettings
 from andon.run.records.events import Event
-from andon.run.screen.terminal import human_bytes, human_count
+from andon.run.screen.terminal import counted, human_bytes, human_count
 
 MAX_SLOTS = 4  # that the panel of a halt names
 
@@ -102,14 +102,14 @@ def show_summary(console: Console, folder: Path, summary: dict[str, Any]) -> Non
     """Print how a run ended, and what to do next."""
     checkpoint = folder / "checkpoints" / f"checkpoint-{summary['step']}"
     table = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
-    counted = "answers" if "accuracy" in summary else "tokens"
-    table.add_row("steps", f"{summary['step']:,} · {human_count(summary['tokens'])} {counted}")
+    unit = "answers" if "accuracy" in summary else "tokens"
+    table.add_row("steps", f"{summary['step']:,} · {human_count(summary['tokens'])} {unit}")
     table.add_row("loss", f"{summary['loss']:.4f} · validation {summary['validation_loss']:.4f}")
     if skipped := summary.get("skipped"):
-        table.add_row("skipped", f"{skipped:,} steps changed no weight, because a gradient was not finite")
+        table.add_row("skipped", f"{counted(skipped, 'step')} changed no weight, because a gradient was not finite")
     if "seconds" in summary:
-        speed = f"{human_count(summary['tokens_per_s'])} {counted}/s on average"
-        memory = f"{human_bytes(summary['peak_memory'])} a worker"
+        speed = f"{human_count(summary['tokens_per_s'])} {unit}/s on average"
+        memory = f"peak {human_bytes(summary['peak_memory'])} a worker, with what workers share"
         table.add_row("took", f"{_minutes(summary['seconds'])} · {speed} · {memory}")
     if "valid_share" in summary:
         known = f"{summary['known']} of them in the training text"

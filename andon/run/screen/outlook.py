@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from andon.config.schema import Config, RunSettings
 from andon.machine import computes_on_gpu
 from andon.run.plan import Memory, cost_of_a_loss, make_plan
-from andon.run.screen.terminal import human_bytes, human_count
+from andon.run.screen.terminal import counted, human_bytes, human_count
 
 MANY_EPOCHS = 20  # more get a warning
 
@@ -28,7 +28,7 @@ def show_plan(console: Console, config: Config) -> None:
     batch = f"{train.slots} slots × {train.micro_batch} windows × {train.context} tokens"
     table.add_row("step", f"{plan.tokens_per_step:,} tokens = {batch}")
     table.add_row("run", f"{train.steps:,} steps · {human_count(plan.tokens)} tokens · seed {config.seed}")
-    shared = f"{config.workers} × {config.threads} thread{'s' if config.threads > 1 else ''}"
+    shared = f"{config.workers} × {counted(config.threads, 'thread')}"
     table.add_row("workers", f"{shared} · transport {config.group.transport} · device {config.device}")
     table.add_row("memory", f"about {human_bytes(plan.memory.total)} a worker: {_parts(plan.memory)}")
     if plan.sent:
@@ -45,9 +45,9 @@ def show_corpus_plan(console: Console, config: Config, documents: int, tokens: i
     held_out = windows // max(2, round(1 / config.data.validation)) if config.data.validation and windows > 1 else 0
     read = config.train.steps * config.train.slots * config.train.micro_batch
     epochs = read / max(1, windows - held_out)
-    text = f"corpus  {documents:,} documents · {human_count(tokens)} tokens · {windows:,} windows"
-    console.print(f"{text}, {held_out:,} held out · {epochs:.2g} epochs", soft_wrap=True)
-    if epochs > MANY_EPOCHS:
+    text = f"corpus  {counted(documents, 'document')} · {human_count(tokens)} tokens · {counted(windows, 'window')}"
+    console.print(f"{text}, {held_out:,} held out · {epochs:,.{2 if epochs < 1 else 1}f} epochs", soft_wrap=True)
+    if windows and epochs > MANY_EPOCHS:
         console.print(f"Each window is read {epochs:.0f} times: more text, or fewer --train.steps", style="yellow")
 
 
