@@ -4,6 +4,7 @@ It runs a few steps of a configuration on one worker with random tokens, so no c
 kernels of the GPU, or the operations of the CPU if there is none; the phases of a step are times on the host.
 """
 
+import os
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,7 @@ NAME_WIDTH: Final = 70
 
 def main(config: Config, steps: int, trace: Path, rows: int, as_json: bool) -> None:
     """Profile `steps` steps, write the trace and print the `rows` slowest operations."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says when it starts and stops
     config = config.with_transport("local")
     make_torch_deterministic(config.threads)
     device = choose_device(config.device, 0, no_event)
@@ -68,5 +70,5 @@ def _operations(profiler: Any, on_gpu: bool, steps: int, whole: float) -> list[d
             took = (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e3 / steps
             calls = each.count // steps
             name = each.key if len(each.key) <= NAME_WIDTH else each.key[: NAME_WIDTH - 1] + "…"
-            found.append({"operation": name, "calls": calls, "ms_per_step": took, "share": took / whole})
+            found.append({"operation": name, "calls": calls, "ms_per_step": took, "percent": 100 * took / whole})
     return sorted(found, key=lambda row: -row["ms_per_step"])

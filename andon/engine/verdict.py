@@ -75,14 +75,10 @@ class Totals:
     def complaint(self) -> str:
         """Why a step is not sound, in one line."""
         found = [f"rank {rank} computed a bad gradient of {unit}" for rank, unit in self.bad_units]
-        if self.bad_slots:
-            slots = ", ".join(map(str, self.bad_slots[:NAMED])) + ", …" * (len(self.bad_slots) > NAMED)
-            found.append(f"the loss of slot{'s' * (len(self.bad_slots) > 1)} {slots} is not finite")
-        if found:
-            return "; ".join(found)
         if not math.isfinite(self.loss):
-            return f"the loss is {self.loss}"
-        return f"every contribution is finite, but the norm of their sum is {self.norm}"
+            slots = ", ".join(map(str, self.bad_slots[:NAMED])) + ", …" * (len(self.bad_slots) > NAMED)
+            found.append(f"the loss is {self.loss}" + f" in slot {slots}" * bool(slots))
+        return "; ".join(found) or f"every contribution is finite, but the norm of their sum is {self.norm}"
 
 
 Judge = Callable[[int, Totals], bool]

@@ -70,5 +70,6 @@ def read_shape(folder: Path) -> Shape:
         config = json.loads(source.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         remedy = "Name a folder such as runs/demo/checkpoints/checkpoint-400"
-        raise UserError(f"{folder} is not a checkpoint", f"config.json: {error}", remedy) from None
+        reason = error.strerror if isinstance(error, OSError) else "not the JSON of a model"
+        raise UserError(f"{folder} is not a checkpoint", f"config.json: {reason}", remedy) from None
     return from_hub(config, source)

@@ -102,7 +102,7 @@ def test_an_offset_that_is_not_a_whole_number_is_damage(run: Path, offset: int) 
     files["model.safetensors"]["tensors"]["model.norm.weight"][offset] += 0.0
     rewrite_manifest(last, files)
     output = said(verify, last)
-    assert "damaged: manifest.json: ValueError: 'model.norm.weight' cannot be at" in output, output
+    assert "damaged: manifest.json: 'model.norm.weight' cannot be at" in output, output
     assert output.endswith("1"), output
 
 

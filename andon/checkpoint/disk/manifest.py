@@ -108,8 +108,10 @@ def read(folder: Path) -> Manifest:
         files = {name: parse_record(name, fields) for name, fields in body["files"].items()}
     except OSError as error:
         raise Damaged(Damage(NAME, "", error.strerror or str(error))) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(Damage(NAME, "", f"{type(error).__name__}: {error}")) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(Damage(NAME, "", "it is not what was written")) from None
+    except ValueError as error:
+        raise Damaged(Damage(NAME, "", str(error))) from None
     return Manifest(body["step"], files, body["units"], digest)
 
 
