@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import math
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -413,3 +416,12 @@ def test_old_checkpoints_that_cannot_be_removed_are_told_of(
     where = checkpoint_path(tmp_path / "checkpoints", 2)
     assert notes == [f"Old checkpoints could not be removed: Operation not permitted ({where})"]
     assert names(heard, "checkpoint") == [2, 4, 6] and names(heard, "save_failed") == []
+
+
+def test_a_look_at_the_lock_does_not_keep_a_run_from_its_folder(tmp_path: Path) -> None:
+    with closing(RunFolder(tmp_path)) as folder:
+        folder.take()
+    with open(tmp_path / ".lock", "rb") as lock, closing(RunFolder(tmp_path)) as folder:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        threading.Timer(0.05, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        folder.take()

@@ -19,6 +19,7 @@ from andon.files import expand, no_follow, write_whole
 OWN_NAMES = (".lock", "metrics.jsonl", "ledger.jsonl", "checkpoints", "logs")
 """Files and folders that a run writes to."""
 RETRY_SECONDS = 0.1  # between attempts to lock a folder
+LOOK_SECONDS = 0.15  # in which `andon status` certainly ends its look at a lock, which holds it for a moment
 
 
 class NoLocks(OSError):
@@ -56,7 +57,7 @@ class RunFolder:
                 cause = "A run writes only into its own folder, so it does not follow links"
                 remedy = "Remove the link, or choose another --run.dir"
                 raise UserError(f"{self.folder / name} is a symbolic link", cause, remedy)
-        until = time.monotonic() + seconds
+        until = time.monotonic() + max(seconds, LOOK_SECONDS)
         while not self._try_to_hold():
             if time.monotonic() >= until:
                 process = read_mark(self.folder).partition(" ")[0]
