@@ -120,7 +120,7 @@ class ScriptCheckpoints:
             files={},
             folder_mark=partial(read_mark, self.folder),
             check=partial(self._check, state),
-            progress=lambda: _schedule(optimizer, self.scheduler),
+            progress=lambda: schedule_of(optimizer, self.scheduler),
         )
         self.checkpointer = Checkpointer(optimizer, facts, SaveSettings(keep=self.keep), self._report)
         optimizer.passengers.append(self.checkpointer)
@@ -143,14 +143,14 @@ class ScriptCheckpoints:
 
     def _remember(self) -> None:
         """A step has failed: keep what the script changes before it repeats the step."""
-        schedule = _schedule(self.optimizer, self.scheduler)
+        schedule = schedule_of(self.optimizer, self.scheduler)
         self._before_redo = self.optimizer.progress.step, schedule, self.checkpointer.asked
 
     def undo(self) -> None:
         """Restore options and schedule of before a failed step, and forget its save, unless it is committed by now."""
         if self._before_redo and self._before_redo[0] == self.optimizer.progress.step:
             _, schedule, self.checkpointer.asked = self._before_redo
-            _restore(self.optimizer, self.scheduler, schedule)
+            restore_schedule(self.optimizer, self.scheduler, schedule)
         self._before_redo = None
 
     @property
@@ -174,7 +174,7 @@ class ScriptCheckpoints:
         for note in locked.notes if locked else ():
             self._print(note)
         if found:
-            _restore(self.optimizer, self.scheduler, self.checkpointer.load(found))
+            restore_schedule(self.optimizer, self.scheduler, self.checkpointer.load(found))
         return found is not None
 
     def save(self, step: int) -> None:
@@ -243,56 +243,6 @@ class ScriptCheckpoints:
             print(harmless(text), file=sys.stderr, flush=True)
 
 
-def leave_generation(optimizer: Optimizer) -> None:
-    """Leave a generation, whatever has become of its group."""
-    checkpoints = _checkpoints_of(optimizer)
-    if checkpoints and checkpoints.is_open:
-        checkpoints.checkpointer.close()
-    optimizer.model.part()
-
-
-def enter_generation(optimizer: Optimizer, lost: bool, recorded: int) -> bool:
-    """Bring checkpoints, options and schedule of a script into another generation; all its members call it together.
-
-    `lost`: a part of the state is lost. `recorded` is the last step that the run's ledger has. Returns whether all have
-    gone back to a checkpoint, or to their first weights."""
-    group, checkpoints = optimizer.model.membership.group, _checkpoints_of(optimizer)
-    scheduler = checkpoints.scheduler if checkpoints else None
-    if checkpoints:
-        checkpoints.undo()  # before new members copy options and schedule
-    schedule = None if optimizer.schedule_is_old else _schedule(optimizer, scheduler)
-    mine = [checkpoints is not None, optimizer.stop.agreed, schedule]
-    has, stops, schedules = zip(*group.all_gather_json(mine), strict=True)
-    optimizer.stop.agreed = any(stops)  # a worker that joins has no part in what was agreed before
-    if len(set(has)) > 1:
-        cause = "The other workers have checkpoints, and the one that joins has none"
-        raise UserError("A worker cannot take part", cause, "Call andon.load before `for step in model.steps(…)`")
-    if checkpoints:
-        checkpoints.enter()
-    current = next((each for each in schedules if each), None)
-    if lost or current is None:
-        _go_back(optimizer, checkpoints, recorded)
-    elif optimizer.schedule_is_old:
-        _restore(optimizer, scheduler, current)
-    optimizer.schedule_is_old = False
-    if checkpoints:
-        checkpoints.checkpointer.after_change()
-    return lost or current is None
-
-
-def _go_back(optimizer: Optimizer, checkpoints: ScriptCheckpoints | None, recorded: int) -> None:
-    """A part of the state is lost: all ranks go back to the newest checkpoint, or to their first weights."""
-    if checkpoints and checkpoints.load():
-        return
-    if any(optimizer.model.group.all_gather_json(optimizer.commit.step)) or recorded:
-        cause = "Workers were lost that alone had a part of the optimizer's state, and there is no checkpoint"
-        remedy = "Save now and then" + (
-            ', or make the optimizer with zero="off"' if optimizer.zero.policy != "off" else ""
-        )
-        raise UserError("The run cannot go on", cause, remedy)
-    optimizer.go_on_from(0)  # no rank has committed a step: its weights are the first ones
-
-
 def _checkpoints(
     folder: str | Path, model: DataParallel, optimizer: Optimizer, scheduler: LRScheduler | None, keep: int
 ) -> ScriptCheckpoints:
@@ -300,7 +250,7 @@ def _checkpoints(
     if optimizer.model is not model:
         raise ValueError("the optimizer was made for another model")
     path, group = expand(folder).resolve(), model.membership.group
-    checkpoints = _checkpoints_of(optimizer)
+    checkpoints = checkpoints_of(optimizer)
     if checkpoints is None:
         checkpoints = ScriptCheckpoints(path, optimizer, scheduler, keep)
         if not (isinstance(group, ChangingGroup) and group.joins):
@@ -312,19 +262,20 @@ def _checkpoints(
     return checkpoints
 
 
-def _checkpoints_of(optimizer: Optimizer) -> ScriptCheckpoints | None:
+def checkpoints_of(optimizer: Optimizer) -> ScriptCheckpoints | None:
+    """The checkpoints of an optimizer, if the script has called `save` or `load`."""
     assert optimizer.checkpoints is None or isinstance(optimizer.checkpoints, ScriptCheckpoints)
     return optimizer.checkpoints
 
 
-def _schedule(optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
+def schedule_of(optimizer: Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
     """The optimizer's options and the scheduler's state, as JSON."""
     state = scheduler.state_dict() if scheduler else None
     return {"options": to_json(optimizer.options), "scheduler": to_json(state)}
 
 
-def _restore(optimizer: Optimizer, scheduler: LRScheduler | None, saved: Mapping[str, Any]) -> None:
-    """Set options and scheduler to what `_schedule` returned."""
+def restore_schedule(optimizer: Optimizer, scheduler: LRScheduler | None, saved: Mapping[str, Any]) -> None:
+    """Set options and scheduler to what `schedule_of` returned."""
     optimizer.param_groups[0].update(from_json(saved["options"]))
     if scheduler and saved["scheduler"] is not None:
         scheduler.load_state_dict(from_json(saved["scheduler"]))

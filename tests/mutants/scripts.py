@@ -12,7 +12,7 @@ MUTANTS = [
     Mutant(
         "failed-step-keeps-its-schedule",
         "A schedule that has gone on after a step that failed is not set back.",
-        "run/script.py",
+        "run/script_recovery.py",
         "        checkpoints.undo()  # before new members copy options and schedule\n",
         "        checkpoints._before_redo = None\n",
         (f"{SCRIPTS}::test_a_script_survives_the_loss_of_a_worker",),
@@ -20,7 +20,7 @@ MUTANTS = [
     Mutant(
         "script-goes-on-without-its-state",
         "A script that has lost its state goes on with an empty one if there is no checkpoint.",
-        "run/script.py",
+        "run/script_recovery.py",
         "    if any(optimizer.model.group.all_gather_json(optimizer.commit.step)) or recorded:",
         "    if checkpoints is None:",
         (f"{SCRIPTS}::test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint",),
@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant(
         "begins-again-without-a-word",
         "A script that has lost all its workers begins again, though steps are committed.",
-        "run/script.py",
+        "run/script_recovery.py",
         "all_gather_json(optimizer.commit.step)) or recorded:",
         "all_gather_json(optimizer.commit.step)):",
         (f"{SCRIPTS}::test_a_script_does_not_go_on_without_its_state_if_there_is_no_checkpoint",),

@@ -17,7 +17,7 @@ from andon.control.worker.client import CoordinatorClient
 from andon.engine.membership import Membership
 from andon.errors import EXIT_USER_ERROR, UserError
 from andon.run.records.events import event
-from andon.run.script import enter_generation, leave_generation
+from andon.run.script_recovery import enter_generation, leave_generation
 from andon.transport.base import SOMEONE, Group, GroupError, GroupTimeout, PeerLost, ProtocolError, Settings
 from andon.transport.changing import ChangingGroup
 from andon.transport.local import LocalGroup
