@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +49,6 @@ C = TypeVar("C", bound=RunSettings)
 WORKER = ("-m", "andon.cluster.worker")
 PORT = 29411
 """The default port of a coordinator."""
-RESIZE_SECONDS = 0.2  # between looks at whether `andon resize` was called
 
 
 def train(config: RunSettings, resume: str, console: Console) -> int:
@@ -191,7 +189,7 @@ def _coordinate(
             assert listener
             save_on_signal(save, signal.default_int_handler)
             _invite(config, coordinator, listener.tls, console)
-            code = _wait(coordinator, new_size)
+            code = coordinator.wait(new_size)
         else:
 
             def start(number: int, log: Path) -> Process:
@@ -245,15 +243,6 @@ def _invite(config: RunSettings, coordinator: Coordinator, tls: Tls | None, cons
     if tls:
         command, token = f"{command} --tls-ca CA", f"{token}, and TLS as here"
     console.print(f"Waiting for {config.workers} workers: {command}   ({token})", soft_wrap=True, highlight=False)
-
-
-def _wait(coordinator: Coordinator, new_size: Callable[[], int | None]) -> int:
-    """Wait until a run whose workers are started separately has ended; `new_size` is what `andon resize` asks for."""
-    while not coordinator.ended:
-        if coordinator.begun and not coordinator.succession.over and (wanted := new_size()):
-            coordinator.resize(wanted)
-        time.sleep(RESIZE_SECONDS)
-    return coordinator.wait()
 
 
 def _goes_on(config: RunSettings, folder: RunFolder, checkpoint: Path | None, stack: contextlib.ExitStack) -> GoesOn:

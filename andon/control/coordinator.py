@@ -10,7 +10,7 @@ Before that a lost worker only frees its rank. After that the others go on as th
 import socket
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from andon.control.admission import Admission
@@ -81,11 +81,15 @@ class Coordinator:
         self._stop_wanted = True
         self._loop.wake()
 
-    def wait(self) -> int:
-        """Wait until every worker has left, or the run cannot go on; returns the worst exit code."""
+    def wait(self, new_size: Callable[[], int | None] = lambda: None) -> int:
+        """Wait until every worker has left, or the run cannot go on; returns the worst exit code.
+
+        `new_size` returns the number of workers that are wanted, if it has changed."""
         with self._changed:
             while not self.ended:
                 self._changed.wait(POLL_SECONDS)
+                if self.begun and not self.succession.over and (wanted := new_size()):
+                    self.resize(wanted)
         if self.succession.stopping and not self.begun:
             return EXIT_STOPPED
         return worst([*self.codes, *(EXIT_USER_ERROR for _ in self.succession.generations.members)])

@@ -189,9 +189,9 @@ MUTANTS = [
     Mutant(
         "coordinator-is-not-resized",
         "A coordinator does not read what `andon resize` asks for.",
-        "cluster/launch.py",
-        "            coordinator.resize(wanted)\n",
-        "            pass\n",
+        "control/coordinator.py",
+        "                    self.resize(wanted)\n",
+        "                    pass\n",
         ("commands/test_run_commands.py::test_resize_lets_another_worker_join_a_coordinators_run",),
     ),
     Mutant(
